@@ -90,6 +90,34 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded_modules: Ca
     return Checkout(tmp_path)
 
 
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`command(*arguments)`: what `python -m t1lib` prints with these. code: that it must end with"""
+    from t1lib.__main__ import main
+
+    def run(*arguments: object, code: int = 0) -> str:
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == code
+        return "".join(capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def bad_command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`bad_command(message, *arguments)`: assert that it ends with one short error that holds `message`; returns it."""
+    from t1lib.__main__ import main
+
+    def run(message: str, *arguments: object) -> str:
+        assert main([*map(str, arguments)]) == 2
+        error = capsys.readouterr().err
+        assert "error: " in error and message in error and "Traceback" not in error, error
+        assert error.count("\n") <= 2 and len(error) < 600, error
+        return error
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`smoke_run(*experiments)`: a checkout, a value for T1_ROOT, with finished smoke runs of these, copied from the

@@ -1,9 +1,11 @@
-"""Copies of this checkout, and Python in a process of its own."""
+"""Copies of this checkout, Python in a process of its own, and waiting."""
 
 import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -29,3 +31,11 @@ def python(*arguments: str | Path, cwd: Path, code: int = 0, **environment: str)
     done = subprocess.run([sys.executable, *arguments], **options)
     assert done.returncode == code, (done.stdout + done.stderr)[-6000:]
     return done.stderr if code else done.stdout
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    """Whether `condition` comes true within `seconds`: threads and processes end a little after their owner."""
+    until = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return found

@@ -10,7 +10,6 @@ import yaml
 from copies import CHECKOUT, copy_kit
 from refusals import refused
 
-from t1lib.__main__ import main
 from t1lib.claims import FILE, PAGE, Claim, doubts, read_claims, write_page
 from t1lib.files import write_signed
 from t1lib.measure import manifest
@@ -77,19 +76,18 @@ def test_the_page_shows_the_claims(kit):
     refused(write_page, "no place for claims of cce")
 
 
-def test_each_claim_gets_its_verdict(kit, capsys):
-    assert main(["check", "all"]) == 1
-    told = capsys.readouterr().out
+def test_each_claim_gets_its_verdict(kit, command, bad_command):
+    told = command("check", "all", code=1)
     assert f"PASS  {KEY}" in told and "FAIL  t1m3.head.fused.over_floor" in told
     assert "cce: NOT RUN; python -m t1lib run cce --profile h200" in told
     assert told.endswith("3 checks: 1 PASS, 1 FAIL, 1 NOT RUN\n")
-    assert main(["check", "cce", "cce"]) == 0 and "1 checks:" in capsys.readouterr().out
-    assert main(["check", "cse"]) == 2
+    assert "1 checks:" in command("check", "cce", "cce")
+    bad_command("unknown experiment 'cse'", "check", "cse")
     path = kit / FILE
     path.write_text(path.read_text(encoding="utf-8").replace("t1m3", "t1m33"), encoding="utf-8")
-    assert main(["check"]) == 2 and "unknown experiment 't1m33'" in capsys.readouterr().err
+    bad_command("unknown experiment 't1m33'", "check")
     path.unlink()
-    assert main(["check"]) == 2 and "error: cannot read claims.yaml:" in capsys.readouterr().err
+    bad_command("error: cannot read claims.yaml:", "check")
 
 
 def test_a_flipped_byte_is_noticed(kit):
@@ -105,9 +103,9 @@ def test_a_flipped_byte_is_noticed(kit):
         path.write_bytes(before)
 
 
-def test_a_run_that_is_not_what_it_says_fails(kit, capsys):
+def test_a_run_that_is_not_what_it_says_fails(kit, command):
     def fails(why: str) -> bool:
-        return main(["check", "t1m3"]) == 1 and why in capsys.readouterr().out
+        return why in command("check", "t1m3", code=1)
 
     path, folder = kit / "params/h200/t1m3.yaml", kit / "outputs/h200/t1m3"
     right = path.read_text(encoding="utf-8")

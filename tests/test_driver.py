@@ -7,12 +7,12 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from copies import wait_for
 from jupyter_core.utils import ensure_event_loop
 
 from t1lib.__main__ import main
@@ -24,33 +24,29 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of papermill's and jupyter'
 
 
 @pytest.fixture
-def run():
-    yield lambda *arguments: main(["run", *arguments, "--profile", "smoke"])
+def run(command):
+    yield lambda *arguments, **more: command("run", *arguments, "--profile", "smoke", **more)
     ensure_event_loop().close()  # else it is collected in some later test, where its warning is an error
     gc.collect()
 
 
-def test_only_what_changed_or_is_forced_is_run_again(checkout, run, capsys, monkeypatch):
-    def told(code: int) -> str:
-        assert code == 0
-        return "".join(capsys.readouterr())
-
+def test_only_what_changed_or_is_forced_is_run_again(checkout, run, command, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, os.sep])  # as of a command that begins in the root folder
     checkout.add("first", MEASURE, "import sys, yaml\nprint(sys.executable)\nprint(yaml.__file__, 'a://b')")
     checkout.add("second")
     for name in ("first", "second"):
         checkout.finish(checkout.outputs(name), name)
-    found = told(run("all"))
+    found = run("all")
     assert "first [smoke] up to date (measured 20" in found and "nothing to do: 2 experiments up to date" in found
 
     folder = checkout.outputs("first")
     (folder / "samples.csv").write_text("made up")
-    found = told(main(["list"]))
+    found = command("list")
     assert "smoke    stale    samples.csv is not as the run left it; measured 20" in found
     assert "smoke    done     measured 20" in found
     checkout.params("first", "steps: 1\n")
     (folder.with_name(".first.partial") / "figures").mkdir(parents=True)  # left by a run that was killed
-    found = told(run())
+    found = run()
     assert "first [smoke] to run: parameters changed" in found and "second [smoke] up to date" in found
     assert "1 run, 1 up to date, 0 failed" in found and "first [smoke]: started, expected 00:" in found
     content = manifest.read(folder)
@@ -69,33 +65,30 @@ def test_only_what_changed_or_is_forced_is_run_again(checkout, run, capsys, monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("papermill.execute_notebook", fills_the_disk)
-    assert run("second", "--force") == 1 and "OSError: [Errno 28] No space left on device" in capsys.readouterr().err
-    assert told(run("second")).startswith("second [smoke] up to date")
+    assert "OSError: [Errno 28] No space left on device" in run("second", "--force", code=1)
+    assert run("second").startswith("second [smoke] up to date")
 
 
-def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(checkout, run, capsys, monkeypatch):
+def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(checkout, run, monkeypatch):
     table = 'run.table("any", [{"n": len(run.frame())}])'
     checkout.add("bad", MEASURE, table, "x = 1\nraise ValueError('boom')")
     checkout.add("dead", "import os\nos._exit(1)")
-    assert run() == 1
-    told = capsys.readouterr()
-    assert "0 run, 0 up to date, 2 failed: bad, dead" in told.out
-    assert "bad [smoke]: started, expected time unknown" in told.err
-    assert "error: bad [smoke] cell In [6] (`x = 1`): ValueError: boom\n" in told.err
-    assert "outputs/smoke/.bad.partial/executed.ipynb" in told.err
-    assert "error: dead [smoke] DeadKernelError: Kernel died\n" in told.err
+    told = run(code=1)
+    assert "0 run, 0 up to date, 2 failed: bad, dead" in told
+    assert "bad [smoke]: started, expected time unknown" in told
+    assert "error: bad [smoke] cell In [6] (`x = 1`): ValueError: boom\n" in told
+    assert "outputs/smoke/.bad.partial/executed.ipynb" in told
+    assert "error: dead [smoke] DeadKernelError: Kernel died\n" in told
     left = checkout.root / "outputs/smoke/.bad.partial"
     assert (left / "executed.ipynb").is_file() and not checkout.outputs("bad").exists()
     rows = (left / "samples.csv").read_text().splitlines()
     assert len(rows) == 1 + 2 and rows[1].startswith("slide,")
     with locked(left.with_suffix(".lock"), "the other's"):
-        assert run("bad") == 1
-    told = capsys.readouterr().err  # names no folder, which is the other process's
+        told = run("bad", code=1)  # names no folder, which is the other process's
     assert "bad [smoke] is being run by another process" in told and ".partial" not in told
     assert (left / "executed.ipynb").is_file()
     monkeypatch.setattr("papermill.execute_notebook", lambda *_, **__: None)
-    assert run("bad") == 1
-    assert "error: bad [smoke] the notebook ended without run.finish()" in capsys.readouterr().err
+    assert "error: bad [smoke] the notebook ended without run.finish()" in run("bad", code=1)
 
 
 @pytest.mark.parametrize(
@@ -112,26 +105,23 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
         (["list", "dmo"], "unknown experiment 'dmo'; allowed: demo, other. Did you mean 'demo'?"),
     ],
 )
-def test_bad_input_is_one_error_before_anything_runs(checkout, capsys, monkeypatch, arguments, message):
+def test_bad_input_is_one_error_before_anything_runs(checkout, bad_command, monkeypatch, arguments, message):
     monkeypatch.setattr("t1lib.measure.environment._gpu", dict)
     checkout.add("demo")
     checkout.add("other", parameters='profile: str = "smoke"', yaml="")
     checkout.params("demo", "profile: h200\n", "h200")
-    assert main(arguments) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and message in told and len(told.splitlines()) <= 2
+    bad_command(message, *arguments)
     assert not list(checkout.root.glob("outputs/*/*"))
 
 
-def test_list_shows_parameters_and_states_and_a_file_in_the_way_is_told(checkout, run, capsys):
+def test_list_shows_parameters_and_states_and_a_file_in_the_way_is_told(checkout, command, bad_command):
     checkout.add("demo")
     (checkout.root / "params" / "h200").mkdir()
-    assert main(["list"]) == 0
-    told = capsys.readouterr().out
+    told = command("list")
     assert "demo  About demo" in told and "smoke    missing" in told and "h200     no parameters" in told
-    assert main(["list", "demo"]) == 0 and "-p steps int = 3  measured steps" in capsys.readouterr().out
+    assert "-p steps int = 3  measured steps" in command("list", "demo")
     (checkout.root / "outputs").touch()
-    assert run() == 2 and f"cannot write {checkout.root}/outputs/smoke: " in capsys.readouterr().err
+    bad_command(f"cannot write {checkout.root}/outputs/smoke: ", "run", "--profile", "smoke")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's")
@@ -165,10 +155,7 @@ def test_ended_half_way_publishes_nothing_and_can_be_run_again(checkout, run, na
     # Where the tests run in the background of a shell, which ignores SIGINT, the driver must not.
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, cwd=checkout.root, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
-    began = time.monotonic()
-    while not (checkout.root / "started").exists():
-        assert process.poll() is None and time.monotonic() < began + 180, "the notebook did not start"
-        time.sleep(0.1)
+    assert wait_for((checkout.root / "started").exists, 180), "the notebook did not start"
     kernels = psutil.Process(process.pid).children(recursive=True)
     assert kernels
     process.send_signal(getattr(signal, name))
@@ -183,6 +170,6 @@ def test_ended_half_way_publishes_nothing_and_can_be_run_again(checkout, run, na
     assert manifest.read(checkout.root / "outputs/smoke/.demo.partial") is None
     if name == "SIGKILL":
         path.write_text(path.read_text().replace("sleep(60)", "sleep(0)"))
-        assert run() == 0
+        run()
         assert "executed.ipynb" in manifest.read(checkout.outputs("demo"))["files"]
         assert sorted(os.listdir(checkout.root / "outputs/smoke")) == [".demo.lock", "demo"]

@@ -5,7 +5,7 @@ from copies import names
 from refusals import refused
 
 from t1lib.errors import T1Error
-from t1lib.files import held, read_signed, signed, whole, write_signed
+from t1lib.files import read_signed, signed, whole, write_signed
 
 
 def test_a_file_or_folder_is_as_it_was_until_the_new_one_is_whole(tmp_path):
@@ -22,22 +22,6 @@ def test_a_file_or_folder_is_as_it_was_until_the_new_one_is_whole(tmp_path):
             partial.mkdir()
             (partial / content).touch()
         assert names(model) == [content] and names(tmp_path) == ["a.json", "model"]
-
-
-def test_a_folder_that_was_held_for_nothing_is_gone_again(tmp_path):
-    folder = tmp_path / "deep" / "run"
-    with pytest.raises(KeyError), held(folder, "kept", ""):
-        with pytest.raises(T1Error, match="taken"), held(folder, "kept", "taken"):
-            pass
-        assert names(folder) == [".lock"]
-        raise KeyError("a start that fails")
-    assert names(tmp_path) == []
-    with held(folder, "kept", ""):
-        (folder / "kept").touch()
-    assert names(folder) == [".lock", "kept"]
-    (tmp_path / "file").touch()
-    with pytest.raises(T1Error, match=r"^cannot write .*file/\.lock: "), held(tmp_path / "file", "kept", ""):
-        pass
 
 
 def test_a_file_with_its_checksum_is_as_it_was_written_or_refused(tmp_path):

@@ -133,11 +133,17 @@ def begin(**changes):
 draw = partial(redraw, "smoke", "demo")
 
 
-def test_a_run_in_jupyterlab_publishes_figures_tables_and_numbers(checkout):
+def test_a_run_in_jupyterlab_publishes_figures_tables_and_numbers(checkout, monkeypatch):
     from matplotlib import pyplot
 
     add(checkout)
-    run, final = begin(), checkout.outputs("demo")
+    checkout.params("demo", "profile: h200\n", "h200")
+    with monkeypatch.context() as patch:
+        patch.setattr("t1lib.measure.environment._gpu", dict)
+        refused(partial(begin, profile="h200"), "profile 'h200' is for a GPU")
+    with pyplot.rc_context({"figure.facecolor": "black"}):  # as a matplotlibrc may say
+        run, final = begin(), checkout.outputs("demo")
+        assert pyplot.rcParams["figure.facecolor"] == "white"
     run.records.put("slide", "", {"wall_ms": 41.25})
     assert run.figure("wall", pyplot.figure()) and pyplot.get_fignums() == []  # else JupyterLab shows it twice
     assert list(run.table("main", [{"a": 1}])["a"]) == ["1"]
@@ -153,7 +159,7 @@ def test_a_run_in_jupyterlab_publishes_figures_tables_and_numbers(checkout):
     assert why(final) == "not run by `python -m t1lib run`"  # the driver would redo it
 
 
-def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(checkout, monkeypatch, capsys):
+def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(checkout, monkeypatch, command):
     add(checkout)
     refused(draw, "holds no finished run")
     folder = checkout.outputs("demo")
@@ -165,7 +171,7 @@ def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(
     monkeypatch.setattr("t1lib.claims.write_page", lambda: None)
     monkeypatch.setenv("MPLBACKEND", "Agg")  # which `report` sets, and kernels of later tests would inherit
     for told in ("demo [smoke] is drawn", "demo [smoke] redrew"):
-        assert main(["report", "--profile", "smoke", "--no-pdf"]) == 0 and told in capsys.readouterr().out
+        assert told in command("report", "--profile", "smoke", "--no-pdf")
         assert why(folder) is None
         (folder / "figures" / "wall.pdf").unlink()
         assert why(folder)

@@ -108,6 +108,7 @@ def test_the_parameters_of_a_notebook_are_what_its_variables_say(checkout):
     assert found.checked() == {"profile": "smoke", "steps": 4, "rate": 1.0} and found.steps == 4
     names["steps"] = 5
     assert found.steps == 5
+    refused(lambda: setattr(found, "steps", 6), "is set by its variable, `steps = 6`")
     names["steps"] = "many"
     refused(lambda: found.steps, "'steps' is 'many'")
     refused(lambda: live({"profile": "smoke"}).steps, "steps, rate not set")
@@ -128,13 +129,14 @@ def test_root_is_found_upwards_or_named(checkout, monkeypatch):
     refused(paths.root, f"would be said to be of '{checkout.root}/t1lib'", "pip install -e .")
 
 
-def test_a_profile_sets_what_nobody_else_has_set(checkout):
+def test_a_profile_sets_what_nobody_else_has_set(checkout, capsys):
     """A value that papermill injected stays, and one edited beside the profile's name, also once it was saved."""
     cell = 'profile: str = "mine"\nsteps: int = 4\nrate: float = 0.5\n'
     checkout.add("demo", yaml="steps: 3\nrate: 0.5\n")
     checkout.params("demo", "profile: mine\nsteps: 90\nrate: 2\n", "mine")
     names = {"profile": "mine", "steps": 3, "rate": 0.5, "In": ["", "# Parameters\nrate = 0.5\n"]}
     assert live(names).checked() == {"profile": "mine", "steps": 90, "rate": 0.5} and names["steps"] == 90
+    assert capsys.readouterr().out == "params/mine/demo.yaml sets steps=90\n"
     edited = {"profile": "mine", "steps": 4, "rate": 0.5, "In": ["", cell]}
     assert live(dict(edited)).checked() == {"profile": "mine", "steps": 4, "rate": 2.0}
     checkout.add("demo", parameters=cell, yaml="steps: 3\nrate: 0.5\n")

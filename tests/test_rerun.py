@@ -5,7 +5,6 @@ import re
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
-from matplotlib import rc_context
 
 from t1lib.measure import manifest
 from t1lib.measure.records import Records
@@ -86,19 +85,7 @@ def test_what_is_downstream_of_a_change_is_left_out_and_refused(checkout, kernel
     assert published(checkout)[:2] == [("head", 20.0)] * 2
 
 
-def test_an_interrupt_leaves_no_number(checkout, kernel):
-    kernel.everything()
-    whole = kernel.cells["step"]
-    kernel.cells["step"] += "    if step == 1: raise KeyboardInterrupt"
-    assert kernel.run("step").startswith("KeyboardInterrupt")
-    assert kernel.run("show").endswith("[] [5.0, 5.0]\n")
-    assert "did not finish" in kernel.run("finish")
-    kernel.cells["step"] = whole
-    assert kernel.run("step", "show", "finish") == ""
-    assert len(published(checkout)) == 5
-
-
-def test_what_was_made_or_read_before_its_records_is_refused(checkout, kernel):
+def test_what_was_made_or_read_before_its_records_or_did_not_finish_is_refused(checkout, kernel):
     del kernel.cells["finish"]
     kernel.cells |= {"table": 'run.table("main", [{"n": len(run.frame())}])', "count": "total = len(run.frame())"}
     kernel.cells |= {"number": 'run.number("demo.n", total)', "finish": CELLS["finish"]}
@@ -107,42 +94,38 @@ def test_what_was_made_or_read_before_its_records_is_refused(checkout, kernel):
     assert "run.table(" in told and "total = len(" in told and "recorded has been made again" in told
     assert "run.table(" not in kernel.run("table", "finish")
     assert kernel.run("count", "number", "finish") == ""
-    whole, kernel.cells["table"] = kernel.cells["table"], "1 / 0"
-    assert "did not finish" in kernel.run("table", "finish")
-    kernel.cells["table"] = whole
-    assert kernel.run("table", "finish") == ""
+    interrupted = kernel.cells["step"] + "    if step == 1: raise KeyboardInterrupt"
+    for name, cell in (("table", "1 / 0"), ("step", interrupted)):
+        whole, kernel.cells[name] = kernel.cells[name], cell
+        assert "did not finish" in kernel.run(name, "finish")
+        assert kernel.run("show").endswith("[5.0, 5.0]\n" if name == "table" else "[] [5.0, 5.0]\n")
+        kernel.cells[name] = whole
+        assert kernel.run(name, "table", "count", "number", "finish") == ""
+    assert len(published(checkout)) == 5
 
 
 @pytest.mark.parametrize("ids", [True, False])
 def test_what_an_edited_cell_measured_or_made_before_is_gone(checkout, kernel, ids):
     """Under nbclient too, which does not say that it is the same cell."""
-    kernel.cells["step"] += 'run.number("demo.old", 1)\nrun.number("demo.kept", p.scale)'
+    kernel.cells["step"] += 'run.number("demo.old", 1)\nrun.number("demo.kept", p.scale)\nrun.table("old", [{"a": 1}])'
+    kernel.cells["own"] = '(run.outdir / "traces").mkdir()\n(run.outdir / "traces" / "a.json").touch()'
+    kernel.cells["figure"] = 'from matplotlib.figure import Figure\n_ = run.figure("kept", Figure())'
+    kernel.cells["finish"] = kernel.cells.pop("finish")
     kernel.everything(ids)
     kernel.edit("step", "range(p.steps)", "range(1)")
-    kernel.edit("step", "demo.old", "demo.new")
-    assert kernel.run("step", "show", ids=ids).endswith("[0.0] [5.0, 5.0]\n")
+    kernel.edit("step", "old", "new")
+    told = "this cell replaces all that `[5] for step in range(p.steps):` recorded and drew: some is of one kind\n"
+    assert (told in kernel.run("step", ids=ids)) is not ids
+    assert kernel.run("show", ids=ids).endswith("[0.0] [5.0, 5.0]\n")
     assert kernel.run("finish", ids=ids) == "" and len(published(checkout)) == 3
-    assert set(json.loads((checkout.outputs("demo") / "numbers.json").read_text())) == {"demo.new", "demo.kept"}
+    folder = checkout.outputs("demo")
+    assert set(json.loads((folder / "numbers.json").read_text())) == {"demo.new", "demo.kept"}
+    assert [path.stem for path in (folder / "tables").iterdir()] == ["new"]
+    assert (folder / "figures" / "kept.pdf").is_file() and (folder / "traces" / "a.json").is_file()
     kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")
     kernel.run("parameters", "sizes", "head", ids=ids)
     assert "scale was 0.5, is 2.0" in kernel.run("finish", ids=ids)  # the number's cell, too
     assert kernel.run("step", "finish", ids=ids) == ""
-
-
-def test_another_cell_that_records_the_same_says_what_it_replaces(checkout, kernel):
-    kernel.everything()
-    kernel.cells["copy"] = kernel.cells["step"].replace("p.steps", "1")
-    told = "this cell replaces all that `[5] for step in range(p.steps):` recorded and drew: some is of one kind\n"
-    assert kernel.run("copy") == told and kernel.run("copy") == ""
-    assert kernel.run("show").endswith("[0.0] [5.0, 5.0]\n")
-
-
-def test_a_parameter_is_no_attribute_and_figures_do_not_look_as_a_matplotlibrc_says(checkout, kernel):
-    with rc_context({"figure.facecolor": "black"}):
-        kernel.cells["set"] = "p.steps = 5"
-        kernel.cells["look"] = "import matplotlib\nprint(p.steps, matplotlib.rcParams['figure.facecolor'])"
-        kernel.run("parameters", "setup")
-        assert "is set by its variable, `steps = 5`" in kernel.run("set") and kernel.run("look") == "3 white\n"
 
 
 def test_a_variable_of_a_later_cell_is_noticed(checkout, kernel):
@@ -165,21 +148,6 @@ def test_a_corrected_parameter_is_accepted_though_the_file_holds_the_wrong_one(c
     assert kernel.run("show").endswith("[] [5.0, 5.0]\n")  # what was measured with a right one is left out
     kernel.edit("parameters", "steps: int = -1", "steps: int = 2")
     assert kernel.run("parameters", "step") == ""
-
-
-def test_a_profile_that_is_named_is_loaded_or_refused(checkout, kernel, monkeypatch):
-    monkeypatch.setattr("t1lib.measure.environment._gpu", dict)
-    checkout.params("demo", "profile: h200\n", "h200")
-    checkout.params("demo", "profile: mine\nsteps: 1\nscale: 3\n", "mine")
-    kernel.edit("parameters", '"smoke"', '"mine"')
-    assert "params/mine/demo.yaml sets steps=1, scale=3.0" in kernel.run("parameters", "setup")
-    kernel.run("sizes", "head", "step", "finish")
-    rows = Records.load(checkout.root / "outputs/mine/demo/samples.csv").rows
-    assert [row["value"] for row in rows] == [30.0, 30.0, 0.0]
-    for name, message in (("nobody", "unknown profile 'nobody'"), ("h200", "profile 'h200' is for a GPU")):
-        kernel.cells["parameters"] = PARAMETERS.replace("smoke", name)
-        assert message in kernel.run("parameters", "step")
-    assert not (checkout.root / "outputs" / "h200").exists()
 
 
 def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout, kernel):
@@ -225,17 +193,3 @@ def test_what_another_cell_uses_is_followed(checkout, kernel, maker, user):
     assert kernel.run("parameters", "maker", "finish").startswith("T1Error: cells to run again")
     kernel.run("user", "finish")
     assert published(checkout) == [("a", 2.0)]
-
-
-def test_what_a_cell_makes_no_longer_is_not_published(checkout, kernel):
-    kernel.cells["draw"] = 'run.number("demo.first", 1)\n_ = run.table("first", [{"name": "a", "value": 1}])'
-    kernel.cells["own"] = '(run.outdir / "traces").mkdir()\n(run.outdir / "traces" / "a.json").touch()'
-    kernel.cells["figure"] = 'from matplotlib.figure import Figure\n_ = run.figure("first", Figure())'
-    order = ("parameters", "setup", "sizes", "head", "step", "own", "figure", "draw", "finish")
-    assert kernel.run(*order) == ""
-    kernel.edit("draw", "first", "second")
-    assert kernel.run("draw", "finish") == ""
-    folder = checkout.outputs("demo")
-    assert [path.stem for path in (folder / "tables").iterdir()] == ["second"]
-    assert list(json.loads((folder / "numbers.json").read_text())) == ["demo.second"]
-    assert (folder / "figures" / "first.pdf").is_file() and (folder / "traces" / "a.json").is_file()

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from copies import wait_for
 
 from t1lib.errors import T1Error, UnavailableError
 from t1lib.measure.isolate import VariantFailed, is_out_of_memory, measure_variants
@@ -39,12 +40,10 @@ WAYS = {  # to end, in the process of a variant or rank
 
 
 def gone(pids, seconds: float = 5) -> bool:
-    deadline = time.monotonic() + seconds
-    while any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+    def ended(pid):
+        return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+    return wait_for(lambda: all(map(ended, pids)), seconds)
 
 
 # A process for every variant
@@ -212,16 +211,13 @@ def test_no_memory_on_a_rank_is_a_status(tmp_path, capfd, how, why):
 @pytest.mark.parametrize("end", ["SIGKILL", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_ranks_end_with_the_process_that_started_them(tmp_path, end):
     # In a background job, Ctrl-C is ignored until somebody asks for it.
-    code = f"""import signal, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_ends
+    code = f"""import signal, sys; sys.path = {sys.path!r}; import test_ends
 signal.signal(signal.SIGINT, signal.default_int_handler)
 task = test_ends.task, {{"how": "sleeps", "pids": {str(tmp_path)!r}}}
 test_ends.measure_ranks(test_ends.Records(), *task, 2, name="", variants=[], device="cpu", limit=600.0)"""
     launcher = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
-        deadline = time.monotonic() + 60
-        while len(noted(tmp_path)) < 2:
-            assert time.monotonic() < deadline, "the ranks did not begin"
-            time.sleep(0.1)
+        assert wait_for(lambda: len(noted(tmp_path)) == 2, 60), "the ranks did not begin"
         launcher.send_signal(getattr(signal, end))
         launcher.wait(20)
     finally:

@@ -85,16 +85,9 @@ def content(folder):
 
 
 @pytest.fixture
-def refused(capsys):
-    """Assert that the command ends with one error that holds `message`; returns it."""
-
-    def check(message, folder, *more, command=SMALL):
-        assert main([*command, "--out", str(folder), *more]) == 2
-        err = capsys.readouterr().err
-        assert message in err and err.count("\n") <= 2 and len(err) < 500 and "Traceback" not in err, err
-        return err
-
-    return check
+def refused(bad_command):
+    """Assert that the command, by default that of a new run, ends with one error that holds `message`; returns it."""
+    return lambda message, folder, *more, command=SMALL: bad_command(message, *command, "--out", folder, *more)
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +103,10 @@ def a_run(two_steps, tmp_path):
     return Path(shutil.copytree(two_steps, tmp_path / "a"))
 
 
-def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, capsys, monkeypatch):
+def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, command, monkeypatch):
     monkeypatch.setattr(plot, "draw_metrics", DRAW)
     more = ["--steps", "12", "--eval-every", "5", "--report-every", "4", "--lr", "1e-2", "--dtype", "bfloat16"]
-    assert train(tmp_path / "a", *more) == 0
+    assert "step  4/12  loss" in command(*SMALL, "--out", tmp_path / "a", *more)
     rows = metrics(tmp_path / "a")
     assert [int(row["step"]) for row in rows] == list(range(1, 13))
     held_out = {int(row["step"]): float(row["held_out_loss"]) for row in rows if row["held_out_loss"]}
@@ -121,8 +114,8 @@ def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, capsys, monkeypatch
     assert all(float(row["tokens_per_s"]) > 0 and float(row["host_gib"]) > 0 for row in rows)
     assert float(rows[0]["lr"]) > float(rows[-1]["lr"]) > 0
     assert (tmp_path / "a" / "metrics.png").read_bytes().startswith(b"\x89PNG")
+    assert names(tmp_path / "a") == [".lock", "checkpoints", "metrics.csv", "metrics.png", "run.json"]
     assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000012"]
-    assert "step  4/12  loss" in capsys.readouterr().out
     part = torch.load(tmp_path / "a" / "checkpoints" / "step-00000012" / "rest.pt", weights_only=True)
     assert all(own["master"].dtype == own["exp_avg"].dtype == torch.float32 for own in part["optimizer"].values())
 
@@ -139,11 +132,10 @@ def test_a_run_that_goes_on_has_the_losses_of_an_unbroken_one(tmp_path, two_step
         assert losses(folder) == losses(tmp_path / "whole")
 
 
-def test_a_run_keeps_its_length_and_warmup_unless_told(tmp_path, capsys, refused):
+def test_a_run_keeps_its_length_and_warmup_unless_told(tmp_path, command, refused, bad_command):
     assert train(tmp_path / "a", "--steps", "4", "--warmup", "1") == 0
     before = content(tmp_path / "a")
-    assert train(tmp_path / "a", "--resume") == 0
-    assert "is at step 4 of 4: nothing to train" in capsys.readouterr().out
+    assert "is at step 4 of 4: nothing to train" in command(*SMALL, "--out", tmp_path / "a", "--resume")
     for more, message in {
         ("--steps", "2"): "is at step 4; allowed: --steps 4 or more",
         ("--steps", "60", "--warmup", "5"): "warmup is 5; the run in",
@@ -152,26 +144,12 @@ def test_a_run_keeps_its_length_and_warmup_unless_told(tmp_path, capsys, refused
         ("--data", str(Path(csv.__file__))): "data is ",
     }.items():
         refused(message, tmp_path / "a", "--resume", *more)
-    assert main(AGAIN) == 2 and "needs --out" in capsys.readouterr().err
-    assert main(["train", "--out", str(tmp_path / "a")]) == 2 and "--model is missing" in capsys.readouterr().err
+    bad_command("needs --out", *AGAIN)
+    bad_command("--model is missing", "train", "--out", tmp_path / "a")
     assert content(tmp_path / "a") == before
     assert train(tmp_path / "a", "--steps", "8", "--resume") == 0
     options = json.loads((tmp_path / "a" / "run.json").read_text())["options"]
     assert (options["steps"], options["warmup"], options["schedule"]) == (8, 1, "cosine")
-
-
-def test_a_run_is_not_overwritten_and_begins_again_only_without_a_checkpoint(a_run, refused):
-    earlier = losses(a_run)
-    before = content(a_run)
-    refused("holds a run; --resume goes on with it", a_run, "--steps", "2")
-    assert content(a_run) == before
-    shutil.rmtree(a_run / "checkpoints")
-    assert train(a_run, "--steps", "2", "--schedule", "constant", "--resume") == 0
-    assert losses(a_run) == earlier
-    (a_run / "metrics.csv").unlink()
-    (a_run / "checkpoints" / META).unlink()  # as if it was killed in its first checkpoint, before any row
-    assert train(a_run, "--steps", "1") == 0
-    assert names(a_run / "checkpoints") == [META, "step-00000001"]
 
 
 def test_a_trainer_that_is_refused_for_another_process_changes_nothing(a_run, refused):
@@ -252,7 +230,9 @@ def test_a_checkpoint_or_metrics_that_cannot_be_written_are_no_dead_end(tmp_path
     with largest_file(4000):
         refused("step-00000002: File too large", tmp_path / "a", *often)
     assert names(tmp_path / "a" / "checkpoints") == []
+    before = content(tmp_path / "a")
     refused("holds a run; --resume goes on with it", tmp_path / "a", *often)
+    assert content(tmp_path / "a") == before
 
     def blocks():
         file.unlink()
@@ -265,6 +245,10 @@ def test_a_checkpoint_or_metrics_that_cannot_be_written_are_no_dead_end(tmp_path
     file.rmdir()
     assert train(tmp_path / "a", *often, "--resume") == 0
     assert list(losses(tmp_path / "a")) == [4, 5, 6]
+    file.unlink()
+    (tmp_path / "a" / "checkpoints" / META).unlink()  # as if it was killed in its first checkpoint, before any row
+    assert train(tmp_path / "a", "--steps", "1") == 0
+    assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000001"]
 
 
 def test_a_plot_a_model_or_settings_that_cannot_be_written_leave_what_was(a_run, monkeypatch, refused):
@@ -336,6 +320,9 @@ def test_folders_for_a_run(tmp_path, refused):
     for command in (SMALL, [*SMALL, "--resume"], AGAIN):
         refused(str(tmp_path / "file"), tmp_path / "file", command=command)
     assert names(tmp_path) == ["a.txt", "file"]
+    (tmp_path / "deep").mkdir()
+    refused("--device 'tpu'", tmp_path / "deep" / "a", "--device", "tpu")
+    assert names(tmp_path / "deep") == []  # which was there before
     refused("too small", tmp_path / "deep" / "a", "--steps", "1", "--workspace", "1", "--head", "fused")
     assert train(tmp_path / "deep" / "a", "--steps", "1") == 0
 

@@ -39,7 +39,6 @@ def cases(size: int, folder: Path) -> Cases:
         "a rank without a token that counts": partial(agrees, ignored, DOUBLE, {}, **plain),
         "evaluation": evaluation,
         "gradients are reduced once": partial(reduced_once, size),
-        "saved, and on": partial(saved_and_on, folder / f"from{size}"),
         "refused: batches": bad_batches,
     }
     if size > 2:
@@ -154,21 +153,6 @@ def is_last() -> bool:
 
 def trainer(**options: Any) -> Trainer:
     return make_trainer(tiny(), "fsdp", **ADAMW, **options)
-
-
-def saved_and_on(folder: Path) -> None:
-    """Bitwise the same run. (test_several.py goes on in other numbers of processes.)"""
-    data, whole = even(4), trainer()
-    losses = [whole.step(batch).loss for batch in data[:2]]
-    save_checkpoint(whole, folder)
-    state = whole.state_dict()
-    losses += [whole.step(batch).loss for batch in data[2:]]
-    again = make_trainer(tiny(seed=4), "fsdp", **ADAMW)
-    again.step(data[3])  # state that the checkpoint must overwrite
-    assert load_checkpoint(again, folder) == 2
-    assert_same(state, again.state_dict())
-    assert [again.step(batch).loss for batch in data[2:]] == losses[2:]
-    assert_same(whole.state_dict(), again.state_dict())
 
 
 def full_disk(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -196,14 +195,6 @@ def held_bytes() -> int:
     tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
     storages = [t.untyped_storage() for t in tensors if t.layout == torch.strided and not t.is_nested]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
-    """Whether `condition` comes true within `seconds`: threads end a little after their owner."""
-    until = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < until:
-        time.sleep(0.01)
-    return found
 
 
 def threads() -> set[threading.Thread]:

@@ -15,9 +15,9 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from copies import wait_for
 from fsdp_cases import cases
 from processes import SIZES, Cases, Outcomes, as_torchrun_does, forked, free_ports, next_port, work
-from stream_cases import wait_for
 from transformers import AutoModelForCausalLM
 
 from t1lib.__main__ import main

@@ -118,11 +118,14 @@ def some_in_no_group(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for name, p in model.named_parameters() if "norm" not in name], lr=1e-2)
 
 
-def scheduled(model: nn.Module) -> torch.optim.Optimizer:
-    """Before it is streamed: its groups stay the same objects, and its hooks go on."""
-    optimizer = adamw(model)
+def hooked_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Before it is streamed: its groups stay the same objects, its hooks go on, and one of them is removed."""
+    optimizer, trained = adamw(model), list(model.parameters())
     rates = RATES(optimizer)
-    optimizer.register_step_post_hook(lambda *_: rates.step())
+    optimizer.register_step_pre_hook(lambda *_: torch._foreach_mul_([p.grad for p in trained], 0.5) and None)
+    optimizer.register_step_post_hook(lambda *_: [p.detach().clamp_(-0.1, 0.1) for p in trained] and rates.step())
+    handle = optimizer.register_step_post_hook(lambda *_: [p.detach().zero_() for p in trained] and None)
+    model.register_forward_pre_hook(lambda *_: handle.remove())
     return optimizer
 
 
@@ -152,7 +155,7 @@ dropping, padded = partial(blocks, dropout=0.3), data(padded=True)
 CASES: dict[str, dict[str, Any]] = {
     **{kind: case(build) for kind, build in MODELS.items()},
     "groups under a schedule, clipped by PyTorch": case(llama, grouped, schedule=RATES, clip=torch_clip),
-    "a schedule from before": case(qwen3, scheduled),
+    "a schedule and hooks from before": case(qwen3, hooked_optimizer),
     "a schedule that changes betas, too": case(qwen3, schedule=partial(OneCycleLR, max_lr=0.02, total_steps=11)),
     "a rate that is a tensor": case(qwen3, lambda model: adamw(model, lr=torch.tensor(0.01)), schedule=RATES),
     "maximize": case(qwen3, partial(adamw, lr=1e-3, maximize=True)),

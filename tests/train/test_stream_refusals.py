@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from copies import wait_for
 from refusals import refused
-from stream_cases import assert_same_weights, going_on, streamed_with, streaming, threads, wait_for, weights
+from stream_cases import assert_same_weights, going_on, streamed_with, streaming, threads, weights
 from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
 from stream_models import SHAPE, Blocks, adapted, blocks, changed, data, layers_of, llama, qwen3
 from torch import Tensor, nn

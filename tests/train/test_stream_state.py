@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import stream_cases
 import torch
+from copies import wait_for
 from stream_cases import assert_same_state, assert_same_weights, going_on, six_steps, streaming, weights
 from stream_loops import adamw, grouped, loop, model_loss, own_clip, sgd, train
 from stream_models import blocks, data, llama, qwen3
@@ -226,8 +227,8 @@ def test_what_is_dropped_is_gone(options, end):
     leave({}, "closed")  # what is made once in a process
     before, running = stream_cases.held_bytes(), stream_cases.threads()
     references = leave(options, end)
-    assert stream_cases.wait_for(lambda: gc.collect() >= 0 and not any(each() for each in references))
-    assert stream_cases.wait_for(lambda: stream_cases.threads() <= running), stream_cases.threads() - running
+    assert wait_for(lambda: gc.collect() >= 0 and not any(each() for each in references))
+    assert wait_for(lambda: stream_cases.threads() <= running), stream_cases.threads() - running
     assert stream_cases.held_bytes() <= before
 
 

@@ -74,17 +74,6 @@ def own_optimizer(model: nn.Module) -> dict[str, Any]:
     return {"optimizers": (optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))}
 
 
-def hooked_optimizer(model: nn.Module) -> dict[str, Any]:
-    """Hooks that were there before `stream`: one changes gradients, one weights, and one is removed."""
-    optimizer = own_optimizer(model)["optimizers"][0]
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer.register_step_pre_hook(lambda *_: torch._foreach_mul_([p.grad for p in trained], 0.5) and None)
-    optimizer.register_step_post_hook(lambda *_: [p.detach().clamp_(-0.1, 0.1) for p in trained] and None)
-    handle = optimizer.register_step_post_hook(lambda *_: [p.detach().zero_() for p in trained] and None)
-    model.register_forward_pre_hook(lambda *_: handle.remove())
-    return {"optimizers": (optimizer, None)}
-
-
 CASES: dict[str, dict[str, Any]] = {
     "default arguments": {},
     "accumulation": {"gradient_accumulation_steps": 2},
@@ -96,7 +85,6 @@ CASES: dict[str, dict[str, Any]] = {
     "updates in the backward": {"max_grad_norm": 0.0, "stream": {"update_in_backward": True}},
     "adapters with dropout": {"build": with_adapters},
     "an optimizer of her own": {"parts": own_optimizer},
-    "an optimizer with hooks": {"parts": hooked_optimizer},
     "another head, before": {"parts": lambda model: patch_head(model, head="full") and {}},
     "another head, after, autocast": {"prepare": lambda found: patch_head(found.model, head="full"), "bf16": True},
     "evaluation first": {"prepare": lambda found: found.evaluate()},

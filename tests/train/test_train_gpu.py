@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from copies import wait_for
 from refusals import refused
-from stream_cases import Masters, assert_same_weights, case, compare, held_bytes, pieces, streaming, wait_for, weights
+from stream_cases import Masters, assert_same_weights, case, compare, held_bytes, pieces, streaming, weights
 from stream_loops import adamw, loop, model_loss, own_clip, sgd, train, two_forwards
 from stream_models import MODELS, adapted, blocks, data, layers_of, llama, partly_used, qwen3
 from torch import nn
