@@ -129,6 +129,16 @@ def scale_held(model: nn.Module, optimizer: Any) -> Tensor:
     return sum(grad.norm() for grad in held.values())
 
 
+def clip_often(model: nn.Module, optimizer: Any) -> Tensor:
+    """Its gradients have another norm every time: without one, clipped already, changed through what is held."""
+    layers_of(model)[2].mlp.up_proj.weight.grad = None
+    norms, held = [own_clip(model, optimizer, most) for most in (0.3, 0.2)], up_weight(model).grad
+    if hasattr(optimizer, "grad_norm"):
+        optimizer.grad_norm()
+    held.mul_(3)
+    return torch.stack([*norms, own_clip(model, optimizer, most=0.1)]).sum()
+
+
 def prune_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
     if not hasattr(model, "t1_pruned"):
         model.t1_pruned = prune.l1_unstructured(layers_of(model)[1].mlp.up_proj, "weight", 0.3)
@@ -256,6 +266,7 @@ CASES: dict[str, dict[str, Any]] = {
     "decoding by hand, by rows": case(qwen3, after=decoded_by_hand, micro_batch=1, rel=1e-5),
     "weights that are pruned": case(qwen3, before=prune_later),
     "gradients scaled through what is held": case(qwen3, clip=scale_held),
+    "gradients clipped again and again": case(qwen3, clip=clip_often),
     "a gradient that is kept": case(qwen3, clip=keep_first),
     "a gradient that is kept, dropped alone": case(
         qwen3, clip=keep_first, zero=lambda m: [setattr(p, "grad", None) for p in m.parameters()]
