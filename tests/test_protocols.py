@@ -221,3 +221,14 @@ def test_padding_leaks_into_no_gradient_and_a_head_that_multiplies_it_in_is_foun
     assert not run_cells("chunks", "padding", **made)["right"]["full"]
     found = {row["metric"]: row["value"] for row in made["records"].rows}
     assert found["leaks"] >= 24 and found["padded_dW"] > 0.1 and found["weighted_dW"] < 1e-5
+
+
+def test_t1m3_gives_a_head_no_time_whose_last_error_is_nan():
+    p = SimpleNamespace(chunks=2, fused_workspace="1MiB", dtype="float16", error_bound=0.02, warmup=0, seed=0)
+    p.head_iters, p.measure, records = 1, False, Records()
+    made = run_cells("t1m3", "imports", "head", p=p, run=ON_CPU, records=records, **SIZES)
+    answers = {"errors": {"error_loss": 0.0, "error_dE": 0.0, "error_dW": float("nan")}}
+    answers |= {"memory": {"workspace": 0}, "times": {"both": 1.0}, "products": {"dW": 1.0}}
+    list(made["measure_head"]("fused", lambda method, **case: answers[method]))
+    assert [row["value"] for row in records.rows if row["metric"] == "status"] == ["wrong"]
+    assert not [row for row in records.rows if row["unit"] == "ms"]
