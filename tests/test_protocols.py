@@ -232,3 +232,13 @@ def test_t1m3_gives_a_head_no_time_whose_last_error_is_nan():
     list(made["measure_head"]("fused", lambda method, **case: answers[method]))
     assert [row["value"] for row in records.rows if row["metric"] == "status"] == ["wrong"]
     assert not [row for row in records.rows if row["unit"] == "ms"]
+
+
+def test_ranks_whose_loss_is_nan_are_not_as_near_as_the_steps_before():
+    records = Records()
+    for ranks, last in ((1, 3.0), (2, float("nan"))):
+        for step, loss in enumerate((4.0, last)):
+            records.put("fsdp", f"losses/{ranks}", {"loss": loss}, step)
+    p = SimpleNamespace(heads=["fused"], limit=60.0, step_ranks=[1, 2])
+    found = run_cells("parallel", "imports", "reading-steps", p=p, run=ON_CPU)["largest_difference"](records.frame())
+    assert found[1] == 0 and found.isna()[2]
