@@ -180,6 +180,16 @@ def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(
     refused(draw, "samples.csv is not the one")
 
 
+def test_a_parameter_that_a_run_did_not_have_is_the_profiles_when_it_is_drawn_again(checkout):
+    add(checkout)
+    checkout.finish(checkout.outputs("demo"))
+    parameters = "".join(f"{name}: {type(value).__name__} = {value!r}\n" for name, value in PARAMETERS.items())
+    more = parameters + "measure: bool = True\nbound: int = 1\n"
+    checkout.add("demo", 'run.number("demo.bound", run.params.bound)', parameters=more, yaml="steps: 9\nbound: 7\n")
+    draw()
+    assert "{demo.bound}{7}" in (checkout.outputs("demo") / "numbers.tex").read_text()
+
+
 def test_a_notebook_draws_its_finished_run_again_where_measure_is_false(checkout):
     add(checkout)
     folder = checkout.outputs("demo")

@@ -222,8 +222,8 @@ def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True)
     content, known = manifest.require_finished(paths.outputs(profile, experiment), {}), params.declared(experiment)
     able = "measure" in known
     require(able, f"{experiment} has no parameter `measure: bool = True`, by which it draws without measuring")
-    given = {name: content["parameters"].get(name, parameter.default) for name, parameter in known.items()}
-    given["measure"] = False
+    given = params.resolve(experiment, profile)  # for what the run did not have
+    given |= {name: value for name, value in content["parameters"].items() if name in known} | {"measure": False}
     set_by_papermill = "\n".join([params.INJECTED, *(f"{name} = {value!r}" for name, value in given.items())])
     namespace: dict[str, Any] = {"__name__": f"{experiment}.ipynb", "In": [set_by_papermill], **given}
     run = namespace[_RUN] = Run(experiment, namespace, folder)
