@@ -239,3 +239,24 @@ def test_what_a_cell_makes_no_longer_is_not_published(checkout, kernel):
     assert [path.stem for path in (folder / "tables").iterdir()] == ["second"]
     assert list(json.loads((folder / "numbers.json").read_text())) == ["demo.second"]
     assert (folder / "figures" / "first.pdf").is_file() and (folder / "traces" / "a.json").is_file()
+
+
+def test_a_part_of_a_notebook_is_not_published(checkout, kernel):
+    """Neither if a cell was left out, nor if one was interrupted before it recorded anything."""
+    path = checkout.add("demo", *list(CELLS.values())[2:-1], " ", parameters=PARAMETERS, yaml="profile: smoke\n")
+    saved = json.loads(path.read_text())
+    for cell, name in zip(saved["cells"], [*list(CELLS)[:-1], "empty", "finish"], strict=True):
+        cell["id"] = name
+    path.write_text(json.dumps(saved))
+    assert kernel.everything() == ""
+    whole = published(checkout)
+    InteractiveShell.clear_instance()
+    kernel.shell = InteractiveShell.instance()  # as if the kernel had been restarted
+    told = "T1Error: cells of notebooks/demo.ipynb that have not run to their end: 3, first `factor = 10 * p.scale`"
+    assert kernel.run("parameters", "setup", "step", "finish").startswith(told)
+    kernel.cells["interrupted"] = kernel.cells["head"]
+    kernel.edit("head", "for", "raise KeyboardInterrupt\nfor")
+    told = kernel.run("sizes", "head", "show", "finish")
+    assert "1, first `for step in range(2):`" in told and published(checkout) == whole
+    kernel.cells["head"] = kernel.cells["interrupted"]
+    assert kernel.run("head", "finish") == "" and sorted(published(checkout)) == sorted(whole)
