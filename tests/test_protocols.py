@@ -137,6 +137,15 @@ def test_each_case_is_measured_once_beside_what_it_changes_and_bars_bound_measur
     assert selected(shapes=["X 1 2 3"], tight=[])["bars"] == []
 
 
+def test_a_ratio_just_beyond_its_bar_does_not_look_met():
+    bar = {"shape": "A", "over": "three", "variant": "fused-1GiB", "workspace": "1GiB", "mib": 1.0, "ms": 1.0}
+    found = [bar | {"limit": 1.06, "ratio": ratio} for ratio in (1.0634, 1.06, float("nan"))]
+    run = SimpleNamespace(frame=Records().frame, table=lambda name, rows, text_columns: made.extend(rows))
+    made, given = [], dict(TITLES={"three": ""}, OVER={"three": ""}, label=str, held_to=lambda frame: found)
+    run_cells("cce", "imports", "table2", p=SimpleNamespace(**GIVEN), **given, run=run)
+    assert [(row["ratio"], row["met"]) for row in made] == [("1.063", "no"), ("1.060", "yes"), ("–", "no")]
+
+
 def test_in_bfloat16_fp8_is_measured_beside_the_same_without_it():
     made = selected(dtype="bfloat16", measure=False)
     assert made["fp8"] == ["fused-fp8-64MiB", "fused-fp8-32MiB", "fused-fp8-1GiB"] and not selected()["fp8"]
