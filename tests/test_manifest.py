@@ -39,6 +39,17 @@ def test_a_run_is_stale_once_its_code_or_parameters_mean_something_else(checkout
     assert why(folder, steps=3) == "notebook, parameters changed"
 
 
+def test_a_report_that_is_gone_is_no_reason_to_measure_again(checkout):
+    add(checkout)
+    folder = checkout.outputs("demo")
+    checkout.finish(folder)
+    pdf = folder.with_name("demo.pdf")
+    pdf.write_bytes(b"%PDF")
+    manifest.note_report(folder)
+    pdf.unlink()
+    assert why(folder) is None and manifest.damage(folder) == "../demo.pdf is not as the run left it"
+
+
 def test_a_module_is_changed_once_it_means_something_else(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint, "_ROOT", tmp_path)
     path, text = tmp_path / "deep" / "a.py", '"""Doc."""\n\n\ndef f(x):\n    return x + 1\n'

@@ -84,15 +84,18 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> 
     changed[3:] = ["…"] * (len(changed) > 3)
     changed += ["notebook"] * (content["made_of"]["notebook"] != fingerprint.notebook(experiment))
     changed += ["parameters"] * (content["parameters"] != _lasting(parameters))
-    return f"{', '.join(changed)} changed" if changed else damage(folder)
+    return f"{', '.join(changed)} changed" if changed else damage(folder, report=False)
 
 
-def damage(folder: Path) -> str | None:
-    """Which file of a run is not, to the byte, as the run left it; "missing" without a run, None if all are."""
+def damage(folder: Path, report: bool = True) -> str | None:
+    """Which file of a run is not, to the byte, as the run left it; "missing" without a run, None if all are.
+
+    report  include the PDF that was built from it, which can be built again without measuring
+    """
     content = read(folder)
     if content is None:
         return f"{NAME} is not as the run left it" if (folder / NAME).exists() else "missing"
-    listed = content["files"] | ({_report(folder): content[REPORT]} if REPORT in content else {})
+    listed = content["files"] | ({_report(folder): content[REPORT]} if report and REPORT in content else {})
     changed = (name for name, entry in listed.items() if _entry(folder / name) != entry)
     return next((f"{name} is not as the run left it" for name in changed), None)
 
