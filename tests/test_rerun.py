@@ -173,13 +173,16 @@ def test_a_profile_that_is_named_is_loaded_or_refused(checkout, kernel, monkeypa
     checkout.params("demo", "profile: mine\nsteps: 1\nscale: 3\n", "mine")
     kernel.edit("parameters", '"smoke"', '"mine"')
     assert "params/mine/demo.yaml sets steps=1, scale=3.0" in kernel.run("parameters", "setup")
-    kernel.run("sizes", "head", "step", "finish")
+    assert "not as" not in kernel.run("sizes", "head", "step", "finish")
     rows = Records.load(checkout.root / "outputs/mine/demo/samples.csv").rows
     assert [row["value"] for row in rows] == [30.0, 30.0, 0.0]
     for name, message in (("nobody", "unknown profile 'nobody'"), ("h200", "profile 'h200' is for a GPU")):
         kernel.cells["parameters"] = PARAMETERS.replace("smoke", name)
         assert message in kernel.run("parameters", "step")
     assert not (checkout.root / "outputs" / "h200").exists()
+    checkout.params("demo", "profile: smoke\nsteps: 9\n")  # now the cell's 3 looks edited, by hand
+    kernel.cells["parameters"] = PARAMETERS.replace("smoke", "mine")
+    assert "the notebook's own, not as params/mine/demo.yaml has it: steps=3" in kernel.run("parameters", "step")
 
 
 def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout, kernel):
