@@ -164,6 +164,15 @@ def test_a_run_in_jupyterlab_publishes_figures_tables_and_numbers(checkout):
     assert why(final) == "not run by `python -m t1lib run`"  # the driver would redo it
 
 
+def test_the_commit_is_that_of_a_runs_start(checkout, monkeypatch):
+    add(checkout)
+    monkeypatch.setenv("T1_COMMIT", "a" * 40)
+    run = begin()
+    monkeypatch.setenv("T1_COMMIT", "b" * 40)  # as if one had been made meanwhile
+    run.finish()
+    assert manifest.read(checkout.outputs("demo"))["commit"] == "a" * 40
+
+
 def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(checkout, monkeypatch, capsys):
     add(checkout)
     refused(draw, "holds no finished run")

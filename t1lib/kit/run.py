@@ -57,8 +57,8 @@ class Run:
         self._driven, self._measures = folder is not None, None
         self.params = params.Live(experiment, namespace, self._require_allowed)
         final = paths.outputs(self.params.checked()["profile"], experiment)
-        git_state()  # raises its errors before anything is measured
-        # Taken at the start: an edit made during the run must make the run stale.
+        # Taken at the start: an edit made during the run must make the run stale, and a commit is not the run's.
+        self._commit = git_state()
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
         self._inputs: dict[str, str] = {}
         self._numbers = Numbers()
@@ -209,7 +209,8 @@ class Run:
         modules = {name: self._made_of["modules"].get(name) for name in fingerprint.loaded()}
         made_of = {"notebook": self._made_of["notebook"], "modules": modules}
         about = dict(experiment=self.experiment, profile=given["profile"], made_of=made_of, inputs=self._inputs)
-        manifest.write(self.outdir, parameters=given, seconds=time.perf_counter() - self._clock, **about)
+        about |= self._commit | {"seconds": time.perf_counter() - self._clock}
+        manifest.write(self.outdir, parameters=given, **about)
         if self._driven:
             return
         final.parent.mkdir(parents=True, exist_ok=True)

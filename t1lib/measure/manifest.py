@@ -44,8 +44,8 @@ def _lasting(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def write(folder: Path, *, parameters: Mapping[str, Any], seconds: float, **about: Any) -> None:
     """Write manifest.json for everything in `folder`, of a run that has taken so many seconds. about: `experiment`,
-    `profile`, `made_of`, `inputs`"""
-    content = {**about, "parameters": _lasting(parameters), **git_state(), "environment": environment()}
+    `profile`, `made_of`, `inputs`, and `git_state` when the run began"""
+    content = {**git_state(), **about, "parameters": _lasting(parameters), "environment": environment()}
     started = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds")
     content |= {"started": started, "seconds": round(seconds, 1)}
     write_signed(folder / NAME, content | {"files": _files(folder)})
