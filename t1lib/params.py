@@ -251,9 +251,11 @@ class Live:
             base |= _read_profile(self._experiment, BASE, known)
         loaded = {n: value for n, value in given.items() if n not in injected and base[n] == values[n] != value}
         self._allow(values | loaded)
-        if loaded:
-            told = ", ".join(f"{name}={value!r}" for name, value in loaded.items())
-            print(f"{paths.shown(paths.params_file(profile, self._experiment))} sets {told}")
+        kept = {n: values[n] for n in given if n not in injected and n not in loaded and values[n] != given[n]}
+        file = paths.shown(paths.params_file(profile, self._experiment))
+        for what, chosen in ((f"{file} sets", loaded), (f"the notebook's own, not as {file} has it:", kept)):
+            if chosen:
+                print(what, ", ".join(f"{name}={value!r}" for name, value in chosen.items()))
         namespace |= loaded
         return values | loaded
 

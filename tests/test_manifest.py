@@ -39,6 +39,17 @@ def test_a_run_is_stale_once_its_code_or_parameters_mean_something_else(checkout
     assert why(folder, steps=3) == "notebook, parameters changed"
 
 
+def test_a_report_that_is_gone_is_no_reason_to_measure_again(checkout):
+    add(checkout)
+    folder = checkout.outputs("demo")
+    checkout.finish(folder)
+    pdf = folder.with_name("demo.pdf")
+    pdf.write_bytes(b"%PDF")
+    manifest.note_report(folder)
+    pdf.unlink()
+    assert why(folder) is None and manifest.damage(folder) == "../demo.pdf is not as the run left it"
+
+
 def test_a_module_is_changed_once_it_means_something_else(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint, "_ROOT", tmp_path)
     path, text = tmp_path / "deep" / "a.py", '"""Doc."""\n\n\ndef f(x):\n    return x + 1\n'
@@ -159,6 +170,15 @@ def test_a_run_in_jupyterlab_publishes_figures_tables_and_numbers(checkout, monk
     assert why(final) == "not run by `python -m t1lib run`"  # the driver would redo it
 
 
+def test_the_commit_is_that_of_a_runs_start(checkout, monkeypatch):
+    add(checkout)
+    monkeypatch.setenv("T1_COMMIT", "a" * 40)
+    run = begin()
+    monkeypatch.setenv("T1_COMMIT", "b" * 40)  # as if one had been made meanwhile
+    run.finish()
+    assert manifest.read(checkout.outputs("demo"))["commit"] == "a" * 40
+
+
 def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(checkout, monkeypatch, command):
     add(checkout)
     refused(draw, "holds no finished run")
@@ -184,6 +204,16 @@ def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(
     samples = folder / "samples.csv"
     samples.write_text(samples.read_text().replace("1.5", "0.1"))
     refused(draw, "samples.csv is not the one")
+
+
+def test_a_parameter_that_a_run_did_not_have_is_the_profiles_when_it_is_drawn_again(checkout):
+    add(checkout)
+    checkout.finish(checkout.outputs("demo"))
+    parameters = "".join(f"{name}: {type(value).__name__} = {value!r}\n" for name, value in PARAMETERS.items())
+    more = parameters + "measure: bool = True\nbound: int = 1\n"
+    checkout.add("demo", 'run.number("demo.bound", run.params.bound)', parameters=more, yaml="steps: 9\nbound: 7\n")
+    draw()
+    assert "{demo.bound}{7}" in (checkout.outputs("demo") / "numbers.tex").read_text()
 
 
 def test_a_notebook_draws_its_finished_run_again_where_measure_is_false(checkout):

@@ -137,6 +137,15 @@ def test_each_case_is_measured_once_beside_what_it_changes_and_bars_bound_measur
     assert selected(shapes=["X 1 2 3"], tight=[])["bars"] == []
 
 
+def test_a_ratio_just_beyond_its_bar_does_not_look_met():
+    bar = {"shape": "A", "over": "three", "variant": "fused-1GiB", "workspace": "1GiB", "mib": 1.0, "ms": 1.0}
+    found = [bar | {"limit": 1.06, "ratio": ratio} for ratio in (1.0634, 1.06, float("nan"))]
+    run = SimpleNamespace(frame=Records().frame, table=lambda name, rows, text_columns: made.extend(rows))
+    made, given = [], dict(TITLES={"three": ""}, OVER={"three": ""}, label=str, held_to=lambda frame: found)
+    run_cells("cce", "imports", "table2", p=SimpleNamespace(**GIVEN), **given, run=run)
+    assert [(row["ratio"], row["met"]) for row in made] == [("1.063", "no"), ("1.060", "yes"), ("–", "no")]
+
+
 def test_in_bfloat16_fp8_is_measured_beside_the_same_without_it():
     made = selected(dtype="bfloat16", measure=False)
     assert made["fp8"] == ["fused-fp8-64MiB", "fused-fp8-32MiB", "fused-fp8-1GiB"] and not selected()["fp8"]
@@ -221,3 +230,24 @@ def test_padding_leaks_into_no_gradient_and_a_head_that_multiplies_it_in_is_foun
     assert not run_cells("chunks", "padding", **made)["right"]["full"]
     found = {row["metric"]: row["value"] for row in made["records"].rows}
     assert found["leaks"] >= 24 and found["padded_dW"] > 0.1 and found["weighted_dW"] < 1e-5
+
+
+def test_t1m3_gives_a_head_no_time_whose_last_error_is_nan():
+    p = SimpleNamespace(chunks=2, fused_workspace="1MiB", dtype="float16", error_bound=0.02, warmup=0, seed=0)
+    p.head_iters, p.measure, records = 1, False, Records()
+    made = run_cells("t1m3", "imports", "head", p=p, run=ON_CPU, records=records, **SIZES)
+    answers = {"errors": {"error_loss": 0.0, "error_dE": 0.0, "error_dW": float("nan")}}
+    answers |= {"memory": {"workspace": 0}, "times": {"both": 1.0}, "products": {"dW": 1.0}}
+    list(made["measure_head"]("fused", lambda method, **case: answers[method]))
+    assert [row["value"] for row in records.rows if row["metric"] == "status"] == ["wrong"]
+    assert not [row for row in records.rows if row["unit"] == "ms"]
+
+
+def test_ranks_whose_loss_is_nan_are_not_as_near_as_the_steps_before():
+    records = Records()
+    for ranks, last in ((1, 3.0), (2, float("nan"))):
+        for step, loss in enumerate((4.0, last)):
+            records.put("fsdp", f"losses/{ranks}", {"loss": loss}, step)
+    p = SimpleNamespace(heads=["fused"], limit=60.0, step_ranks=[1, 2])
+    found = run_cells("parallel", "imports", "reading-steps", p=p, run=ON_CPU)["largest_difference"](records.frame())
+    assert found[1] == 0 and found.isna()[2]

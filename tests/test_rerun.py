@@ -150,6 +150,14 @@ def test_a_corrected_parameter_is_accepted_though_the_file_holds_the_wrong_one(c
     assert kernel.run("parameters", "step") == ""
 
 
+def test_values_that_a_notebook_keeps_as_its_own_are_named(checkout, kernel):
+    checkout.params("demo", "profile: mine\nsteps: 1\nscale: 3\n", "mine")
+    kernel.cells["parameters"] = PARAMETERS.replace("smoke", "mine")
+    assert "not as" not in kernel.run("parameters", "setup")
+    checkout.params("demo", "profile: smoke\nsteps: 9\n")  # now the cell's value looks edited, by hand
+    assert "the notebook's own, not as params/mine/demo.yaml has it: steps=" in kernel.run("parameters", "step")
+
+
 def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout, kernel):
     """The cells that a user runs who runs what `finish` asks for, first what it says comes first."""
     kernel.cells = {"parameters": PARAMETERS, "setup": SETUP, "factors": "low, high = 10 * p.scale, 20 * p.scale"}
@@ -193,3 +201,24 @@ def test_what_another_cell_uses_is_followed(checkout, kernel, maker, user):
     assert kernel.run("parameters", "maker", "finish").startswith("T1Error: cells to run again")
     kernel.run("user", "finish")
     assert published(checkout) == [("a", 2.0)]
+
+
+def test_a_part_of_a_notebook_is_not_published(checkout, kernel):
+    """Neither if a cell was left out, nor if one was interrupted before it recorded anything."""
+    path = checkout.add("demo", *list(CELLS.values())[2:-1], " ", parameters=PARAMETERS, yaml="profile: smoke\n")
+    saved = json.loads(path.read_text())
+    for cell, name in zip(saved["cells"], [*list(CELLS)[:-1], "empty", "finish"], strict=True):
+        cell["id"] = name
+    path.write_text(json.dumps(saved))
+    assert kernel.everything() == ""
+    whole = published(checkout)
+    InteractiveShell.clear_instance()
+    kernel.shell = InteractiveShell.instance()  # as if the kernel had been restarted
+    told = "T1Error: cells of notebooks/demo.ipynb that have not run to their end: 3, first `factor = 10 * p.scale`"
+    assert kernel.run("parameters", "setup", "step", "finish").startswith(told)
+    kernel.cells["interrupted"] = kernel.cells["head"]
+    kernel.edit("head", "for", "raise KeyboardInterrupt\nfor")
+    told = kernel.run("sizes", "head", "show", "finish")
+    assert "1, first `for step in range(2):`" in told and published(checkout) == whole
+    kernel.cells["head"] = kernel.cells["interrupted"]
+    assert kernel.run("head", "finish") == "" and sorted(published(checkout)) == sorted(whole)

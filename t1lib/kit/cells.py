@@ -54,6 +54,7 @@ class Cells:
     def __init__(self, namespace: dict[str, Any], parameters: Callable[[], Mapping[str, Any]]) -> None:
         self.namespace, self.parameters = namespace, parameters
         self.known: dict[str, Cell] = {}
+        self.finished: set[str] = set()  # whose last execution reached its end
         self._makers: dict[str, str] = {}
         self._runs = 0
 
@@ -75,7 +76,10 @@ class Cells:
         cell, earlier, given = self.running, self._earlier or Cell(0), self.parameters()
         cell.measured |= bool(cell.rows)
         cell.drew |= bool(cell.drawn)
-        if not done:
+        if done:
+            self.finished.add(key)
+        else:
+            self.finished.discard(key)
             cell.fault = "did not finish"
             cell.rows.clear()
         cell.title = f"[{number}] {first_line(source)[:40]}"

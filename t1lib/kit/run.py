@@ -57,8 +57,8 @@ class Run:
         self._driven, self._measures = folder is not None, None
         self.params = params.Live(experiment, namespace, self._require_allowed)
         final = paths.outputs(self.params.checked()["profile"], experiment)
-        git_state()  # raises its errors before anything is measured
-        # Taken at the start: an edit made during the run must make the run stale.
+        # Taken at the start: an edit made during the run must make the run stale, and a commit is not the run's.
+        self._commit = git_state()
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
         self._inputs: dict[str, str] = {}
         self._numbers = Numbers()
@@ -126,6 +126,19 @@ class Run:
         if not self._driven:
             manifest.require_replaceable(final)
 
+    def _require_whole(self) -> None:
+        """Raise `T1Error` unless all cells of the saved notebook, from that of `start` to the running one, have run to
+        their end: what is published replaces a whole run. Only a frontend that gives cells the file's ids tells."""
+        cells = [cell for cell in params.code_cells(paths.notebook(self.experiment)) if cell["source"].strip()]
+        ids = [cell.get("id") for cell in cells]
+        first = next((at for at, cell in enumerate(cells) if "Run.start(" in cell["source"]), 0)
+        last = ids.index(self._cells.key) if self._cells.key in ids else 0
+        missing = [cell for cell in cells[first + 1 : last] if cell["id"] not in self._cells.finished]
+        if missing:
+            named = f"{len(missing)}, first `{params.first_line(missing[0]['source'])}`"
+            told = f"cells of notebooks/{self.experiment}.ipynb that have not run to their end: {named}"
+            raise T1Error(f"{told}; run them, or save it without them")
+
     def frame(self) -> pd.DataFrame:
         """The records that are up to date, one row each; prints which are left out. Also saves them to disk, so that a
         cell that fails later loses nothing."""
@@ -170,11 +183,13 @@ class Run:
     def finish(self) -> None:
         """Save records and numbers. Unless the command `run` drives the notebook, also publish the folder, which then
         lacks executed.ipynb, so that `run` would redo it. With `measure` false, the finished run gets the new figures,
-        tables and numbers. Raises `T1Error` if a cell has to be run again first.
+        tables and numbers. Raises `T1Error` if a cell has to be run first, for the first time or again.
         """
         late = [f"`{cell.title}`: {why}" for cell, why in self._cells.out_of_date()]
         named = shorten("; ".join(late), _NAMED, placeholder="…")
         require(not late, f"cells to run again before this one: {len(late)}. {named}")
+        if not self._driven:
+            self._require_whole()
         # A cell that has run again has made its figures, tables and numbers again, or makes them no longer.
         drawn = self._cells.drawn()
         for path in [*self.outdir.glob("figures/*.*"), *self.outdir.glob("tables/*.*")]:
@@ -194,7 +209,8 @@ class Run:
         modules = {name: self._made_of["modules"].get(name) for name in fingerprint.loaded()}
         made_of = {"notebook": self._made_of["notebook"], "modules": modules}
         about = dict(experiment=self.experiment, profile=given["profile"], made_of=made_of, inputs=self._inputs)
-        manifest.write(self.outdir, parameters=given, seconds=time.perf_counter() - self._clock, **about)
+        about |= self._commit | {"seconds": time.perf_counter() - self._clock}
+        manifest.write(self.outdir, parameters=given, **about)
         if self._driven:
             return
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -222,8 +238,8 @@ def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True)
     content, known = manifest.require_finished(paths.outputs(profile, experiment), {}), params.declared(experiment)
     able = "measure" in known
     require(able, f"{experiment} has no parameter `measure: bool = True`, by which it draws without measuring")
-    given = {name: content["parameters"].get(name, parameter.default) for name, parameter in known.items()}
-    given["measure"] = False
+    given = params.resolve(experiment, profile)  # for what the run did not have
+    given |= {name: value for name, value in content["parameters"].items() if name in known} | {"measure": False}
     set_by_papermill = "\n".join([params.INJECTED, *(f"{name} = {value!r}" for name, value in given.items())])
     namespace: dict[str, Any] = {"__name__": f"{experiment}.ipynb", "In": [set_by_papermill], **given}
     run = namespace[_RUN] = Run(experiment, namespace, folder)

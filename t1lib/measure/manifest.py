@@ -44,8 +44,8 @@ def _lasting(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def write(folder: Path, *, parameters: Mapping[str, Any], seconds: float, **about: Any) -> None:
     """Write manifest.json for everything in `folder`, of a run that has taken so many seconds. about: `experiment`,
-    `profile`, `made_of`, `inputs`"""
-    content = {**about, "parameters": _lasting(parameters), **git_state(), "environment": environment()}
+    `profile`, `made_of`, `inputs`, and `git_state` when the run began"""
+    content = {**git_state(), **about, "parameters": _lasting(parameters), "environment": environment()}
     started = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds")
     content |= {"started": started, "seconds": round(seconds, 1)}
     write_signed(folder / NAME, content | {"files": _files(folder)})
@@ -84,15 +84,18 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> 
     changed[3:] = ["…"] * (len(changed) > 3)
     changed += ["notebook"] * (content["made_of"]["notebook"] != fingerprint.notebook(experiment))
     changed += ["parameters"] * (content["parameters"] != _lasting(parameters))
-    return f"{', '.join(changed)} changed" if changed else damage(folder)
+    return f"{', '.join(changed)} changed" if changed else damage(folder, report=False)
 
 
-def damage(folder: Path) -> str | None:
-    """Which file of a run is not, to the byte, as the run left it; "missing" without a run, None if all are."""
+def damage(folder: Path, report: bool = True) -> str | None:
+    """Which file of a run is not, to the byte, as the run left it; "missing" without a run, None if all are.
+
+    report  include the PDF that was built from it, which can be built again without measuring
+    """
     content = read(folder)
     if content is None:
         return f"{NAME} is not as the run left it" if (folder / NAME).exists() else "missing"
-    listed = content["files"] | ({_report(folder): content[REPORT]} if REPORT in content else {})
+    listed = content["files"] | ({_report(folder): content[REPORT]} if report and REPORT in content else {})
     changed = (name for name, entry in listed.items() if _entry(folder / name) != entry)
     return next((f"{name} is not as the run left it" for name in changed), None)
 
