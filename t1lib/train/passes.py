@@ -39,6 +39,7 @@ class Passes:
         owned = ([(m._parameters, *p) for m in layer.modules() for p in m._parameters.items()] for layer in self.stack)
         self._places = [[place for place in places if place[2] is not None] for places in owned]
         self._inputs = Inputs(self._schedule, self._trace) if choice.inputs == "host" else None
+        self.closed = False
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         # Layers that may run as CUDA graphs: all that they use comes in through the slots or as an argument.
         held = self._schedule.layers.items()
@@ -143,6 +144,7 @@ class Passes:
     def backward(self, index: int, whole: Piece | None, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
         """Return the gradient of the layer's input, given that of its output, and send off the layer's own. whole: what
         the forward was given; None: its graphs are kept"""
+        require(not self.closed, "a backward after close(), of a forward before it; run the forward again")
         schedule, found, replayed = self._schedule, [], False
         held = schedule.layers.get(index)
         late = held is not None and not schedule.in_backward and held.version != saved.version

@@ -175,6 +175,16 @@ def late_backward(model: nn.Module, optimizer: Any) -> None:
     late.backward()
 
 
+def closed_in_between(model: nn.Module, optimizer: Any) -> None:
+    late, before = first_loss(model), looks(model)
+    optimizer.close()
+    plain = looks(model)
+    try:
+        late.backward()
+    finally:
+        assert looks(model) == plain != before
+
+
 def in_torch_func(model: nn.Module, optimizer: Any) -> None:
     embedded = model.get_input_embeddings()(BATCHES[0]["input_ids"]).detach()
     torch.func.grad(lambda inputs: model(inputs_embeds=inputs, labels=BATCHES[0]["labels"]).loss)(embedded)
@@ -233,6 +243,8 @@ ONGOING: dict[str, tuple] = {
     "in forward mode": during(partial(within, forward_ad.dual_level), "forward-mode"),
     "parametrizations that are cached": during(partial(within, parametrize.cached), "parametrize.cached()"),
     "a backward after a step": during(late_backward, "which step() has updated"),
+    "a backward after closing": during(closed_in_between, "close()", choice=Choice(outer="host")),
+    "a second backward": during(lambda m, o: (loss := first_loss(m)).backward(retain_graph=True) or loss.backward()),
     "accumulated, announced otherwise": during(
         lambda m, o: train(m, o, BATCHES, accumulate=2), "zero_grad", make=sgd, accumulate=False
     ),
