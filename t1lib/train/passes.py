@@ -87,6 +87,7 @@ class Passes:
         version, graphs = 0 if held is None else held.version, [] if keep else None
         cached = any(isinstance(value, Cache) for value in (*whole.args, *whole.kwargs.values()))
         rows = None if cached else self._micro_batch
+        _refuse_blocks(whole, rows)
         saved, outputs = Saved(self.device, Saved.modes_of(modules), version, rows, graphs=graphs), []
         self._schedule.bind(index)
         try:
@@ -198,6 +199,17 @@ class Passes:
         key = held.slot, held.grad_slot, self.stack[index].training, wanted
         with self._trace().span("compute", "backward", index):
             return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
+
+
+def _refuse_blocks(whole: Piece, rows: int | None) -> None:
+    """Raise `T1Error` for a mask of flex_attention if only some of its rows are computed at a time: it has functions
+    that tell rows by their number."""
+    if rows is None or rows >= len(whole.hidden):
+        return
+    given = tree_leaves((whole.args, whole.kwargs), is_leaf=lambda value: hasattr(value, "kv_num_blocks"))
+    most = max((len(mask.kv_num_blocks) for mask in given if hasattr(mask, "kv_num_blocks")), default=1)
+    found = f"a BlockMask of {most} rows, for flex_attention, with micro_batch={rows}"
+    require(most == 1, f"{found}; allowed: None, or a mask of 1 row")
 
 
 def _cached(values: Iterable[Any], index: int) -> list[Tensor]:

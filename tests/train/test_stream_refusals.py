@@ -14,6 +14,7 @@ from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
 from stream_models import SHAPE, Blocks, adapted, blocks, changed, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, MixtralConfig
 
@@ -175,6 +176,11 @@ def late_backward(model: nn.Module, optimizer: Any) -> None:
     late.backward()
 
 
+def given_blocks(model: nn.Module, optimizer: Any) -> None:
+    mask = create_block_mask(lambda row, head, q, k: q >= k, 4, None, 7, 7, device="cpu")
+    model.blocks[0](model.embed(BATCHES[0]["input_ids"]), mask)
+
+
 def closed_in_between(model: nn.Module, optimizer: Any) -> None:
     late, before = first_loss(model), looks(model)
     optimizer.close()
@@ -253,6 +259,7 @@ ONGOING: dict[str, tuple] = {
         partial(hooked, kind="register_post_accumulate_grad_hook"), "after its gradient is accumulated"
     ),
     "a mask of rows or of tokens": during(lambda m, o: model_loss(m, SQUARE), "(4, 4)", build=blocks, micro_batch=2),
+    "a mask of flex_attention": during(given_blocks, "a BlockMask", build=blocks, micro_batch=2),
     "amsgrad later": during(partial(change_later, amsgrad=True), "amsgrad"),
     "momentum later": during(partial(change_later, momentum=0.9), "momentum", make=partial(sgd, momentum=0.0)),
     "no momentum for now": during(partial(change_later, momentum=0.0), "dampening", make=partial(sgd, dampening=0.5)),
