@@ -248,11 +248,12 @@ class _Layer(torch.autograd.Function):
         # What adds to the anchor's gradient runs in a whole backward alone.
         partly = ctx.needs_input_grad[0] and not torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         require(not partly, "autograd.grad, or backward(inputs=…), through streamed layers; allowed: loss.backward()")
-        saved, ctx.saved, whole = ctx.saved, None, None
+        saved, args, kwargs, whole = ctx.saved, ctx.args, ctx.kwargs, None
         require(saved is not None, "a second backward through a streamed layer; run the forward again")
+        ctx.saved = ctx.args = ctx.kwargs = None  # nothing is left of the batch if somebody keeps the loss
         with ctx.passes.lock, saved.modes_again(ctx.passes.stack[ctx.index]):
             if saved.graphs is None:
                 hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
-                whole = Piece(hidden.detach(), ctx.args, ctx.kwargs)
+                whole = Piece(hidden.detach(), args, kwargs)
             found = ctx.passes.backward(ctx.index, whole, saved, grad, ctx.needs_input_grad[1])
         return None, found, None, None, None, None

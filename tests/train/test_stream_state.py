@@ -256,3 +256,19 @@ def test_many_steps_without_growth():
             gc.collect()
             sizes.append((stream_cases.held_bytes(), threading.active_count(), len(gc.get_objects())))
     assert sizes[2][:2] == sizes[1][:2] and sizes[2][2] <= sizes[1][2] + 50
+
+
+def test_a_loss_that_is_kept_keeps_nothing_of_its_batch():
+    """Such as a sum of losses that is logged later: masks and positions are freed by the backward, too."""
+    with streaming(llama(), choice=Choice(outer="host", keep=1)) as (streamed, own):
+        total, sizes, batches = torch.zeros(()), [], data(6, padded=True)
+        for batch in batches:
+            loss = model_loss(streamed, batch)
+            loss.backward()
+            total = total + loss
+            own.step()
+            own.zero_grad()
+            del loss
+            own.drain()
+            sizes.append(stream_cases.held_bytes())
+    assert total.requires_grad and sizes[5] - sizes[2] < 64, sizes
