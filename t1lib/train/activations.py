@@ -217,7 +217,8 @@ class Recompute:
         inner = [*layer.modules()][1:]
         if self._whole or _global_forward_hooks or any(m._forward_hooks for m in inner):
             return call()
-        kind = (*map(type, inner), str(Saved.modes_of(inner)))
+        forwards = [getattr(m.forward, "__func__", m.forward) for m in inner]  # someone may replace that of one module
+        kind = (*map(type, inner), *forwards, str(Saved.modes_of(inner)))
         if kind not in self._last:
             self._last[kind], out = self._watched(layer, call)
             return out
@@ -235,7 +236,8 @@ class Recompute:
 
     @staticmethod
     def _watched(layer: nn.Module, call: Callable[[], Tensor]) -> tuple[str, Tensor]:
-        """Run the layer; the name of the last product if nothing is saved for the backward after it, and the output."""
+        """Run the layer; the name of the last product if it runs once and nothing is saved for the backward after it,
+        and the output."""
         events = [""]  # names of products, and "" for what is saved
         products = [(n, m) for n, m in layer.named_modules() if _plain(m)]
         hooks = [m.register_forward_hook(lambda *_, name=name: events.append(name)) for name, m in products]
@@ -245,7 +247,7 @@ class Recompute:
         finally:
             for hook in hooks:
                 hook.remove()
-        return events[-1], out
+        return (events[-1] if events.count(events[-1]) == 1 else ""), out
 
 
 def _plain(module: nn.Module) -> bool:

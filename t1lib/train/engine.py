@@ -149,6 +149,8 @@ class Engine:
         """Free what runs the layers, once nothing that is queued uses it."""
         if self.schedule is not None:
             self._ending()
+            if self.passes is not None:
+                self.passes.closed = True  # an earlier loss may still hold them
             self.schedule = self.outer = self.passes = None
 
     @torch.compiler.disable

@@ -36,9 +36,9 @@ class LayerGraphs:
         self._pool: Any = None
 
     def allow(self, index: int) -> bool:
-        """Whether the layer may be run: a replay would call no hooks of the modules inside it, and not follow adapters
-        that are switched or disabled."""
-        odd = (vars(m).get(name) for m in self._inner[index] for name in (*HOOKS, ADAPTERS))
+        """Whether the layer may be run: a replay would call no hooks of the modules inside it, nor a forward that
+        replaces that of one, and not follow adapters that are switched or disabled."""
+        odd = (vars(m).get(name) for m in self._inner[index] for name in (*HOOKS, ADAPTERS, "forward"))
         return index in self.allowed and not any(odd)
 
     def stop(self) -> None:

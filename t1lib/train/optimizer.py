@@ -1,6 +1,7 @@
 """The optimizer of a streamed model: a `torch.optim.Optimizer` whose updates may still run while the model goes on."""
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,6 +156,9 @@ class StreamOptimizer(ResidentOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and state, of this class or of the plain optimizer. Raises `T1Error`, before any change, for
         groups or state that do not fit."""
+        state_dict = copy(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
         try:
             groups, states = state_dict["param_groups"], dict(state_dict["state"])
             sizes = [len(group["params"]) for group in groups]
@@ -174,6 +178,8 @@ class StreamOptimizer(ResidentOptimizer):
             self.state = found
         for mine, given in zip(self.param_groups, groups, strict=True):
             mine.update({k: v for k, v in given.items() if k != "params"})
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def _check(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         """Raise `T1Error` unless states, by parameter, fit."""

@@ -269,13 +269,14 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, values: Tensor, rows: Tensor) -> Tensor:
-        ctx.like, ctx.rows = (weight.shape, weight.dtype), rows
+        ctx.like = weight.shape, weight.dtype
+        ctx.save_for_backward(rows)
         return values.view_as(values)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (shape, dtype), rows = ctx.like, ctx.rows
+        (shape, dtype), (rows,) = ctx.like, ctx.saved_tensors
         return torch.zeros(shape, dtype=dtype, device=grad.device).index_copy_(0, rows, grad), None, None
 
 

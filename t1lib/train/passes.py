@@ -39,6 +39,7 @@ class Passes:
         owned = ([(m._parameters, *p) for m in layer.modules() for p in m._parameters.items()] for layer in self.stack)
         self._places = [[place for place in places if place[2] is not None] for places in owned]
         self._inputs = Inputs(self._schedule, self._trace) if choice.inputs == "host" else None
+        self.closed = False
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         # Layers that may run as CUDA graphs: all that they use comes in through the slots or as an argument.
         held = self._schedule.layers.items()
@@ -86,6 +87,7 @@ class Passes:
         version, graphs = 0 if held is None else held.version, [] if keep else None
         cached = any(isinstance(value, Cache) for value in (*whole.args, *whole.kwargs.values()))
         rows = None if cached else self._micro_batch
+        _refuse_blocks(whole, rows)
         saved, outputs = Saved(self.device, Saved.modes_of(modules), version, rows, graphs=graphs), []
         self._schedule.bind(index)
         try:
@@ -143,6 +145,7 @@ class Passes:
     def backward(self, index: int, whole: Piece | None, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
         """Return the gradient of the layer's input, given that of its output, and send off the layer's own. whole: what
         the forward was given; None: its graphs are kept"""
+        require(not self.closed, "a backward after close(), of a forward before it; run the forward again")
         schedule, found, replayed = self._schedule, [], False
         held = schedule.layers.get(index)
         late = held is not None and not schedule.in_backward and held.version != saved.version
@@ -198,6 +201,17 @@ class Passes:
             return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
 
 
+def _refuse_blocks(whole: Piece, rows: int | None) -> None:
+    """Raise `T1Error` for a mask of flex_attention if only some of its rows are computed at a time: it has functions
+    that tell rows by their number."""
+    if rows is None or rows >= len(whole.hidden):
+        return
+    given = tree_leaves((whole.args, whole.kwargs), is_leaf=lambda value: hasattr(value, "kv_num_blocks"))
+    most = max((len(mask.kv_num_blocks) for mask in given if hasattr(mask, "kv_num_blocks")), default=1)
+    found = f"a BlockMask of {most} rows, for flex_attention, with micro_batch={rows}"
+    require(most == 1, f"{found}; allowed: None, or a mask of 1 row")
+
+
 def _cached(values: Iterable[Any], index: int) -> list[Tensor]:
     """Keys and values of earlier tokens for layer `index`, in caches among the values."""
     caches = [getattr(value, "self_attention_cache", value) for value in values if isinstance(value, Cache)]
@@ -234,11 +248,12 @@ class _Layer(torch.autograd.Function):
         # What adds to the anchor's gradient runs in a whole backward alone.
         partly = ctx.needs_input_grad[0] and not torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         require(not partly, "autograd.grad, or backward(inputs=…), through streamed layers; allowed: loss.backward()")
-        saved, ctx.saved, whole = ctx.saved, None, None
+        saved, args, kwargs, whole = ctx.saved, ctx.args, ctx.kwargs, None
         require(saved is not None, "a second backward through a streamed layer; run the forward again")
+        ctx.saved = ctx.args = ctx.kwargs = None  # nothing is left of the batch if somebody keeps the loss
         with ctx.passes.lock, saved.modes_again(ctx.passes.stack[ctx.index]):
             if saved.graphs is None:
                 hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
-                whole = Piece(hidden.detach(), ctx.args, ctx.kwargs)
+                whole = Piece(hidden.detach(), args, kwargs)
             found = ctx.passes.backward(ctx.index, whole, saved, grad, ctx.needs_input_grad[1])
         return None, found, None, None, None, None

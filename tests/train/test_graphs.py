@@ -16,8 +16,8 @@ from t1lib.train.graphs import LayerGraphs
 
 
 def test_layers_with_hooks_inside_or_adapters_run_without_graphs():
-    """A replay would not call them, nor follow adapters that are switched or disabled, trained or not. Hooks of the
-    layer itself are called outside of it."""
+    """A replay would not call them, nor a replaced forward, nor follow adapters that are switched or disabled, trained
+    or not. Hooks of the layer itself are called outside of it."""
     layer = nn.Sequential(nn.Linear(4, 4))
     graphs = LayerGraphs([layer], {0})
     for kind in ("forward_hook", "forward_pre_hook", "full_backward_hook"):
@@ -26,6 +26,8 @@ def test_layers_with_hooks_inside_or_adapters_run_without_graphs():
         hook = getattr(layer[0], f"register_{kind}")(lambda *_: None)
         assert not graphs.allow(0)
         hook.remove()
+    layer[0].forward = layer[0].forward
+    assert not graphs.allow(0)
     assert not LayerGraphs(layers_of(adapted().requires_grad_(False)), {0}).allow(0)
 
 

@@ -15,6 +15,7 @@ from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
 from stream_models import SHAPE, Blocks, adapted, blocks, changed, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, MixtralConfig
 
@@ -176,6 +177,21 @@ def late_backward(model: nn.Module, optimizer: Any) -> None:
     late.backward()
 
 
+def given_blocks(model: nn.Module, optimizer: Any) -> None:
+    mask = create_block_mask(lambda row, head, q, k: q >= k, 4, None, 7, 7, device="cpu")
+    model.blocks[0](model.embed(BATCHES[0]["input_ids"]), mask)
+
+
+def closed_in_between(model: nn.Module, optimizer: Any) -> None:
+    late, before = first_loss(model), looks(model)
+    optimizer.close()
+    plain = looks(model)
+    try:
+        late.backward()
+    finally:
+        assert looks(model) == plain != before
+
+
 def in_torch_func(model: nn.Module, optimizer: Any) -> None:
     embedded = model.get_input_embeddings()(BATCHES[0]["input_ids"]).detach()
     torch.func.grad(lambda inputs: model(inputs_embeds=inputs, labels=BATCHES[0]["labels"]).loss)(embedded)
@@ -234,6 +250,8 @@ ONGOING: dict[str, tuple] = {
     "in forward mode": during(partial(within, forward_ad.dual_level), "forward-mode"),
     "parametrizations that are cached": during(partial(within, parametrize.cached), "parametrize.cached()"),
     "a backward after a step": during(late_backward, "which step() has updated"),
+    "a backward after closing": during(closed_in_between, "close()", choice=Choice(outer="host")),
+    "a second backward": during(lambda m, o: (loss := first_loss(m)).backward(retain_graph=True) or loss.backward()),
     "accumulated, announced otherwise": during(
         lambda m, o: train(m, o, BATCHES, accumulate=2), "zero_grad", make=sgd, accumulate=False
     ),
@@ -242,6 +260,7 @@ ONGOING: dict[str, tuple] = {
         partial(hooked, kind="register_post_accumulate_grad_hook"), "after its gradient is accumulated"
     ),
     "a mask of rows or of tokens": during(lambda m, o: model_loss(m, SQUARE), "(4, 4)", build=blocks, micro_batch=2),
+    "a mask of flex_attention": during(given_blocks, "a BlockMask", build=blocks, micro_batch=2),
     "amsgrad later": during(partial(change_later, amsgrad=True), "amsgrad"),
     "momentum later": during(partial(change_later, momentum=0.9), "momentum", make=partial(sgd, momentum=0.0)),
     "no momentum for now": during(partial(change_later, momentum=0.0), "dampening", make=partial(sgd, dampening=0.5)),

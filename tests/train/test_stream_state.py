@@ -97,6 +97,19 @@ def test_a_closed_model_its_copy_and_the_model_streamed_again_train_on():
             assert_same_weights(found, plain)
 
 
+def test_hooks_of_loading_are_called():
+    """As PyTorch calls them: one before may change what is given, or return something else."""
+    with streaming(blocks()) as (streamed, own):
+        train(streamed, own, FIRST[:1])
+        state, loaded = own.state_dict(), []
+        own.register_load_state_dict_pre_hook(lambda _, given: given.pop("extra"))
+        own.register_load_state_dict_pre_hook(lambda _, given: given | {"param_groups": copy.deepcopy(rates)})
+        own.register_load_state_dict_post_hook(lambda optimizer: loaded.append(optimizer.param_groups[0]["lr"]))
+        rates = [{**group, "lr": 0.5} for group in state["param_groups"]]
+        own.load_state_dict(given := {**state, "extra": None})
+        assert loaded == [0.5] and "extra" in given
+
+
 def test_gradients_that_an_update_still_reads_are_not_taken_for_somebodys():
     """`zero_grad` right after `step` waits for no update, and makes no new buffer."""
     with streaming(blocks(), choice=Choice(host_share=1.0)) as (streamed, own):
@@ -244,3 +257,19 @@ def test_many_steps_without_growth():
             gc.collect()
             sizes.append((stream_cases.held_bytes(), threading.active_count(), len(gc.get_objects())))
     assert sizes[2][:2] == sizes[1][:2] and sizes[2][2] <= sizes[1][2] + 50
+
+
+def test_a_loss_that_is_kept_keeps_nothing_of_its_batch():
+    """Such as a sum of losses that is logged later: masks and positions are freed by the backward, too."""
+    with streaming(llama(), choice=Choice(outer="host", keep=1)) as (streamed, own):
+        total, sizes, batches = torch.zeros(()), [], data(6, padded=True)
+        for batch in batches:
+            loss = model_loss(streamed, batch)
+            loss.backward()
+            total = total + loss
+            own.step()
+            own.zero_grad()
+            del loss
+            own.drain()
+            sizes.append(stream_cases.held_bytes())
+    assert total.requires_grad and sizes[5] - sizes[2] < 64, sizes

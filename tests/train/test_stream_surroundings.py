@@ -144,6 +144,15 @@ def prune_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
         model.t1_pruned = prune.l1_unstructured(layers_of(model)[1].mlp.up_proj, "weight", 0.3)
 
 
+def replace_forwards(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    """Of a module each in two layers, after some steps: one's product is needed, the other's runs twice."""
+    model.t1_steps = getattr(model, "t1_steps", 0) + 1
+    if model.t1_steps == 3:
+        squared, repeated = layers_of(model)[1].mlp, layers_of(model)[2].mlp
+        squared.forward = lambda x: type(squared).forward(squared, x).square()
+        repeated.forward = lambda x: type(repeated).forward(repeated, type(repeated).forward(repeated, x))
+
+
 def keep_first(model: nn.Module, optimizer: Any) -> Tensor:
     return vars(model).setdefault("t1_kept", up_weight(model).grad).norm()
 
@@ -264,6 +273,7 @@ CASES: dict[str, dict[str, Any]] = {
     "weights that are assigned": case(llama, after=of_assigned),
     "decoding by hand": case(qwen3, after=decoded_by_hand),
     "decoding by hand, by rows": case(qwen3, after=decoded_by_hand, micro_batch=1, rel=1e-5),
+    "modules whose forward is replaced": case(qwen3, before=replace_forwards),
     "weights that are pruned": case(qwen3, before=prune_later),
     "gradients scaled through what is held": case(qwen3, clip=scale_held),
     "gradients clipped again and again": case(qwen3, clip=clip_often),
