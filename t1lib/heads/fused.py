@@ -194,13 +194,13 @@ def forward_op(*call):
             )
             from t1lib.heads import fused_tail
 
-            chunk, gradients = fused_tail.gradients(o)
+            done, gradients = fused_tail.gradients(o)
         else:
-            chunk, gradients = fused_run.early(o) if early else (fused_run.loss_only(o), (None, None, None))
-        loss, stats, counts = chunk.results(return_stats)
+            done, gradients = fused_run.early(o) if early else (fused_run.loss_only(o), (None, None, None))
+        loss, stats = done.results(return_stats)
         # operators return no views
         stats = [x.clone() for x in stats] if return_stats else [tensors.input.new_empty(0) for _ in range(3)]
-        saved = counts if early else torch.stack([chunk.fields["offset"], chunk.fields["log_total"]])
+        saved = done.number > 0 if early else torch.stack([done.fields["offset"], done.fields["log_total"]])
     return loss, *stats, saved, *_filled(tensors, gradients)
 
 

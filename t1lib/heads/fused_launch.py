@@ -1,6 +1,5 @@
 """Head `fused`: the kernels' launches, for the chunk of tokens at hand."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from t1lib.heads.fused import Operands
 from t1lib.heads.fused_plan import TILES, WHOLE, Buffer, Plan, ceil, splits_of, up
-from t1lib.heads.kernels import logits, products, rows, tokens
+from t1lib.heads.kernels import logits, ordering, products, rows
 from t1lib.heads.kernels.tiles import FIELDS, LARGE, LN2
 from t1lib.heads.options import HeadStats, check_range
 
@@ -37,9 +36,9 @@ def allocate(device: torch.device, buffers: dict[str, Buffer]) -> dict[str, Tens
     return found
 
 
-class Chunk:
-    """Launches of the kernels: on all tokens, which come in order, those that count first; and on one chunk of them
-    after another, the tokens from position `start` on, `size` of them.
+class Pass:
+    """One pass over a call's tokens. They come in order, those that count first, one chunk after another: those from
+    position `start` on, `size` of them.
 
     order, key  (N): the token at each position, and what they are sorted by
     number      () int32: how many tokens count
@@ -80,53 +79,46 @@ class Chunk:
         self._put_in_order(kind == "early" and (dw or db), upstream)
 
     def _put_in_order(self, by_target: bool, upstream: Tensor | None) -> None:
-        """by_target: whether the tokens that count are sorted by target."""
+        """Sort the tokens, those that count first, and fill what is known of each before there is a logit.
+        by_target: whether those that count are sorted by target. upstream: as in `__init__`"""
         opts, s, size, new = self.opts, self.opts.settings, self.known["tokens"], self.opts.target.new_empty
-        self.number, opts.denominator = new((), dtype=torch.int32), new((), dtype=torch.float32)
+        self.number, opts.denominator = new((), dtype=torch.int32), new((), dtype=torch.float32)  # both by a kernel
         self.row = torch.zeros(len(FIELDS.split()), size, dtype=torch.float32, device=opts.target.device)
         in_range = new((), dtype=torch.bool)
         self.fields = dict(zip(FIELDS.split(), self.row.unbind(), strict=True))
         smooth = s.label_smoothing or None
         self.known |= dict(
-            targets=opts.target, token_weight=opts.token_weight, class_weights=opts.class_weight, classes=opts.classes,
-            class_sum=opts.class_sum if smooth and opts.class_weight is not None else None, smooth=smooth,
+            token_target=opts.target, token_weight=opts.token_weight, whole_class_weight=opts.class_weight,
+            classes=opts.classes, smooth=smooth,
+            class_sum=opts.class_sum if smooth and opts.class_weight is not None else None,
             ignore_index=s.ignore_index, in_range=in_range.view(torch.int8), number=self.number,
             denominator=opts.denominator, row=self.row, target=new(size, dtype=torch.int32),
             key=new(size, dtype=torch.int32 if by_target else torch.uint8),  # sorted in four passes, or in one
         )  # fmt: skip
-        self.launch(tokens.sort_keys, 1, BY_TARGET=by_target, BLOCK=8192, num_warps=16)
+        self.launch(ordering.sort_keys, 1, BY_TARGET=by_target, BLOCK=8192, num_warps=16)
         if self.o.check:
             check_range(opts, in_range)
         self.key, self.order = torch.sort(self.known["key"], stable=True)
         self.known |= dict(key=self.key, order=self.order)
-        stride, given = 0, {} if s.reduction == "mean" else {"denominator": None}
+        given = dict(upstream=upstream, upstream_stride=0, first=opts.first)
         if s.reduction == "none" and upstream is not None:
             upstream = opts.tokens(upstream.flatten())
-            stride = upstream.stride(0)
-        given |= dict(upstream=upstream, upstream_stride=stride, first=opts.first)
-        self.launch(tokens.fill_rows, ceil(size, BLOCK), **given)
+            given |= dict(upstream=upstream, upstream_stride=upstream.stride(0))
+        if s.reduction != "mean":
+            given["denominator"] = None
+        self.launch(ordering.fill_rows, ceil(size, BLOCK), **given)
 
-    def results(self, stats: bool) -> tuple[Tensor, HeadStats | None, Tensor]:
-        """The loss as the call returns it; its statistics, if `stats`; and whether there is a token that counts."""
-        opts, f, counts = self.opts, self.fields, self.number > 0
-        smooth, z_loss, reduction = opts.settings.label_smoothing, opts.settings.z_loss, opts.settings.reduction
-        lse = (f["offset"] + f["log_total"]) * LN2.value if stats or smooth or z_loss else None
-        losses = f["target"] * -f["logprob"]  # by the equation in `chunked`; under "mean" each is divided already
-        if smooth:
-            losses += f["even"] * (opts.class_sum * lse - f["pull"])
-        if z_loss:
-            losses += f["token"] * (z_loss * lse.square())
-        if reduction == "none":
-            loss = opts.reduce(self._by_token(losses))
-        else:
-            loss = losses.sum() if reduction == "sum" else losses.sum().where(counts, math.nan)
-        if not stats:
-            return loss, None, counts
-        lse, logprob, correct = self._by_token(torch.stack([lse, f["logprob"], f["correct"]]))
-        return loss, opts.stats(lse, logprob, correct > 0), counts
-
-    def _by_token(self, values: Tensor) -> Tensor:
-        return torch.empty_like(values).index_copy_(-1, self.order, values)
+    def results(self, stats: bool) -> tuple[Tensor, HeadStats | None]:
+        """The loss as the call returns it, and its statistics, if `stats`."""
+        opts, f, s = self.opts, self.fields, self.opts.settings
+        weighted = any(x is not None for x in (opts.class_weight, opts.token_weight))
+        if not (stats or weighted or s.label_smoothing or s.z_loss or s.shards or s.reduction == "none"):
+            loss = (-f["logprob"]).sum()  # 0 at ignored tokens
+            return loss / opts.denominator if s.reduction == "mean" else loss, None
+        found = torch.stack([(f["offset"] + f["log_total"]) * LN2.value, f["logprob"], f["correct"], f["pull"]])
+        lse, logprob, correct, pull = torch.empty_like(found).index_copy_(1, self.order, found)  # by token
+        loss = opts.reduce(opts.losses(lse, logprob, pull))
+        return loss, opts.stats(lse, logprob, correct > 0) if stats else None
 
     def each(self, block: int | None = None) -> Iterator[None]:
         t = self.tiles
@@ -152,7 +144,7 @@ class Chunk:
         sums, new, weight = self.memory["frequent_sums"], self.key.new_zeros, self.opts.local_class_weight
         slot = torch.full((self.opts.vocab,), -1, dtype=torch.int16, device=self.key.device)
         self.known |= dict(frequent=new(len(sums)), place=new(len(sums)), slot=slot, frequent_number=new(()))
-        self.launch(tokens.find_frequent, 1, most=len(sums), BINS=128, BLOCK=8192, num_warps=16)
+        self.launch(ordering.find_frequent, 1, most=len(sums), BINS=128, BLOCK=8192, num_warps=16)
         if even_sum is None:
             sums.zero_()
         else:

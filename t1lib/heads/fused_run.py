@@ -8,7 +8,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from t1lib.heads.fused import Operands
-from t1lib.heads.fused_launch import BLOCK, Chunk, sum_rows
+from t1lib.heads.fused_launch import BLOCK, Pass, sum_rows
 from t1lib.heads.fused_plan import ceil, up
 from t1lib.heads.kernels import logits, rows
 from t1lib.heads.kernels.logits import LEAD, NEVER
@@ -17,7 +17,7 @@ from t1lib.heads.kernels.tiles import LN2
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def targets(c: Chunk) -> None:
+def targets(c: Pass) -> None:
     """at ← the targets' logits, offset ← a first guess of the exponentials' offsets, of all tokens."""
     m = 64 if c.o.e.is_cuda else c.tiles.m
     c.launch(logits.target_logits, ceil(len(c.order), m), M=m, num_warps=4, num_stages=3)
@@ -25,10 +25,10 @@ def targets(c: Chunk) -> None:
         at, offset = c.fields["at"], c.fields["offset"]
         dist.all_reduce(at, group=c.opts.settings.shards.group)
         empty = torch.arange(len(at), device=at.device) >= c.number
-        torch.floor(at, out=offset).add_(LEAD.value).masked_fill_(empty, 0.0)
+        torch.floor(at, out=offset).add_(LEAD.value).masked_fill_(empty, NEVER.value)
 
 
-def statistics(c: Chunk, z: Tensor | None) -> None:
+def statistics(c: Pass, z: Tensor | None) -> None:
     """Compute a chunk's tokens' statistics, and write its exponentials to z if that is given."""
     for redo in (False, True):  # in the second launch, programs without an overflow end at once
         c.logits(z, redo=redo)
@@ -55,18 +55,18 @@ class InputGradient:
     """dE (N, D), into which chunks write their rows; summed over the shards in float32 while the next chunk computes.
     With sequence parallelism `out` holds only this process's tokens, but the rows of a chunk may be of any."""
 
-    def __init__(self, c: Chunk) -> None:
+    def __init__(self, c: Pass) -> None:
         self.c, self.shards, self._pending = c, c.opts.settings.shards, None
         tokens = c.opts.shape.numel()
         spare = self.shards is not None  # a last row for those that are not of this process's tokens
-        self._rows = c.o.e.new_empty(tokens + spare, c.hidden)  # every token is in a chunk
+        self._rows = c.o.e.new_empty(tokens + spare, c.hidden)  # not 0: every token is in a chunk
         self.out = self._rows[:tokens]
 
     def add(self) -> None:
         """Write the rows of the chunk at hand: to its tokens' own, under a group in order to a buffer to be summed."""
         c, shards, number = self.c, self.shards, len(self.out)
         self.finish()
-        out = self.out if shards is None else c.memory["rows"][: c.size]
+        out = self.out if shards is None else c.memory["rows"][0, : c.size * c.hidden].view(c.size, c.hidden)
         c.launch(rows.finish_input_gradient, c.size, ceil(c.hidden, BLOCK), out=out, out_stride=out.stride(0))
         if shards is not None:
             place = c.order[c.start : c.start + c.size] - shards.rank * number * shards.sequence
@@ -88,12 +88,12 @@ def _sum_of_all(x: Tensor, factor: Tensor | None) -> Tensor:
     return out.sum(0)
 
 
-def early(o: Operands) -> tuple[Chunk, Gradients]:
+def early(o: Operands) -> tuple[Pass, Gradients]:
     """Statistics, and gradients for an upstream gradient of 1, one chunk of tokens after another: three products."""
     if not len(o.e):  # only a compiled call and one under a group get here without tokens
-        operands = zip((o.e, o.w, o.b), o.needs, strict=True)
-        return loss_only(o), tuple(torch.zeros_like(x) if needed else None for x, needed in operands)
-    c, opts, even_sum = Chunk(o, "early"), o.opts, None
+        pairs = zip((o.e, o.w, o.b), o.needs, strict=True)
+        return loss_only(o), tuple(torch.zeros_like(x) if needed else None for x, needed in pairs)
+    c, opts, even_sum = Pass(o, "early"), o.opts, None
     targets(c)
     if opts.settings.label_smoothing:  # for dE: Σ_v c_v w_v; for dW: Σ_n E_n e_n
         even = opts.factors(1.0)[3]
@@ -113,8 +113,8 @@ def early(o: Operands) -> tuple[Chunk, Gradients]:
     return c, (None if de is None else de.finish(), c.dw, c.db)
 
 
-def loss_only(o: Operands) -> Chunk:
-    c = Chunk(o, "loss")
+def loss_only(o: Operands) -> Pass:
+    c = Pass(o, "loss")
     targets(c)
     for _ in c.each():
         statistics(c, None)
@@ -124,7 +124,7 @@ def loss_only(o: Operands) -> Chunk:
 def late(o: Operands, lse: Tensor, upstream: Tensor) -> Gradients:
     """Gradients from recomputed logits, one range of columns at a time: three products. lse (2, N): offset and
     log_total of the tokens, in order, as `loss_only` left them."""
-    c = Chunk(o, "late", upstream)
+    c = Pass(o, "late", upstream)
     vocab, z_loss = o.opts.vocab, o.opts.settings.z_loss
     c.fields["offset"].copy_(lse[0])
     c.fields["log_total"].copy_(lse[1])

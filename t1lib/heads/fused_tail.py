@@ -12,7 +12,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Boxes
 
 from t1lib.heads.fused import Operands
-from t1lib.heads.fused_launch import CACHED, Chunk, boxes, sum_rows
+from t1lib.heads.fused_launch import CACHED, Pass, boxes, sum_rows
 from t1lib.heads.fused_plan import DEFAULT_WORKSPACE, FREQUENT, SLACK, TOKEN_BYTES, Buffer, Plan, Shape
 
 from t1lib.heads.fused_plan import ceil, layout_bytes, up  # isort: skip
@@ -91,7 +91,7 @@ def bytes_needed(shape: Shape, found: Plan) -> int:
     return layout_bytes(layout(shape, found)) + LARGE_BYTES * found.capacity + loose + SLACK
 
 
-class Tail(Chunk):
+class Tail(Pass):
     """A chunk whose exponentials are in FP8. gain_w: by how much the weight is multiplied for that."""
 
     splits_from = 16  # so that few programs do not take long for the few blocks that are computed again

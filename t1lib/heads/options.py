@@ -71,13 +71,16 @@ class Options:
         if check:
             _check_shapes(tensors, self.classes, same_dtype)
         self.target = self.tokens(target.flatten().long()).contiguous()  # kernels read it with stride 1
-        self.local_target = self.target - self.first if self.first else self.target
         self.dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
         if token_weight is not None:
             token_weight = self.tokens(token_weight.flatten()).to(self.dtype).masked_fill(~self.valid, 0.0)
         self.token_weight = token_weight
         self.class_weight = None if weight is None else weight.to(self.dtype).contiguous()
         self.local_class_weight = None if weight is None else self.class_weight[self.first :][: self.vocab]
+
+    @functools.cached_property
+    def local_target(self) -> Tensor:
+        return self.target - self.first if self.first else self.target
 
     @functools.cached_property
     def valid(self) -> Tensor:
@@ -249,7 +252,8 @@ def _check_shapes(tensors: Tensors, classes: int, same_dtype: bool) -> None:
 
 
 def check_range(opts: Options, in_range: Tensor | None = None) -> None:
-    """Raise `T1Error` for a target out of range, on CUDA a device-side assertion. in_range: () bool, where known."""
+    """Raise `T1Error` for a target out of range, on CUDA a device-side assertion. in_range: () bool, whether all are
+    in it, as a kernel found."""
     flat, ignored = opts.target, opts.settings.ignore_index
     while not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(flat):  # values are within what vmap wraps
         flat = get_unwrapped(flat)

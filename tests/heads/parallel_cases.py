@@ -42,6 +42,7 @@ def values() -> Cases:
     odd["a logit far above the others"]["tolerance"] = 1e-4
     found = {name: odd[name] for name in ("a logit far above the others", "a rank all masked", "no gradients")} | {
         "tokens dealt": dict(p=p, chunks=2, sequence_parallel=True, **options("weighted smoothing", p)),
+        "odd sizes": dict(p=problem(24, sum(FEW), 3, dtype=torch.float32), chunks=2),  # rows of no whole 16 bytes
         "softcap": dict(p=p, chunks=2, **options("softcap", p)),  # gradients made in the forward
         "tokens dealt, none": dict(reduction="none", sequence_parallel=True, **options("all", few)),
         "float32 sums, softcap": dict(accumulate="float32", reduction="sum", bias=False, **options("softcap", few)),

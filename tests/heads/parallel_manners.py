@@ -91,7 +91,7 @@ def sharded() -> None:
 
 def within_bounds() -> None:
     """The rows just before and after this shard's dW are left unchanged."""
-    add = fused_launch.Chunk.add_targets
+    add = fused_launch.Pass.add_targets
 
     def between_guards(self: Any, *args: Any) -> None:
         guarded = torch.nn.functional.pad(self.dw, (0, 0, 1, 1), value=7.0)
@@ -100,7 +100,7 @@ def within_bounds() -> None:
         assert (guarded[0] == 7).all() and (guarded[-1] == 7).all()
         self.dw.copy_(guarded[1:-1])
 
-    with patch.object(fused_launch.Chunk, "add_targets", between_guards):
+    with patch.object(fused_launch.Pass, "add_targets", between_guards):
         agrees(problem(9, sum(FEW), 16, dtype=torch.float32), FEW, 3e-6, head="fused", bias=False)
 
 
