@@ -203,13 +203,29 @@ def test_what_another_cell_uses_is_followed(checkout, kernel, maker, user):
     assert published(checkout) == [("a", 2.0)]
 
 
-def test_a_part_of_a_notebook_is_not_published(checkout, kernel):
-    """Neither if a cell was left out, nor if one was interrupted before it recorded anything."""
-    path = checkout.add("demo", *list(CELLS.values())[2:-1], " ", parameters=PARAMETERS, yaml="profile: smoke\n")
+def save(checkout, cells: dict[str, str]) -> None:
+    """The notebook's file has these cells and an empty one, by their ids, as JupyterLab saves it."""
+    between = [name for name in cells if name not in ("parameters", "setup", "finish")]
+    path = checkout.add("demo", *map(cells.get, between), " ", parameters=PARAMETERS, yaml="profile: smoke\n")
     saved = json.loads(path.read_text())
-    for cell, name in zip(saved["cells"], [*list(CELLS)[:-1], "empty", "finish"], strict=True):
+    for cell, name in zip(saved["cells"], ["parameters", "setup", *between, "empty", "finish"], strict=True):
         cell["id"] = name
     path.write_text(json.dumps(saved))
+
+
+def test_a_cell_sees_what_those_above_it_recorded_and_all_may_run_again(checkout, kernel):
+    last = {name: kernel.cells.pop(name) for name in ("step", "show", "finish")}
+    kernel.cells |= {"early": 'run.number("demo.n", len(run.frame()))', **last}
+    save(checkout, kernel.cells)
+    for _ in range(2):
+        assert kernel.everything() == ""
+        assert json.loads((checkout.outputs("demo") / "numbers.json").read_text())["demo.n"]["value"] == 2
+    assert len(published(checkout)) == 5
+
+
+def test_a_part_of_a_notebook_is_not_published(checkout, kernel):
+    """Neither if a cell was left out, nor if one was interrupted before it recorded anything."""
+    save(checkout, CELLS)
     assert kernel.everything() == ""
     whole = published(checkout)
     InteractiveShell.clear_instance()

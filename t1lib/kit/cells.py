@@ -6,7 +6,7 @@ Variables that a cell changes in place, without assigning them, are not followed
 
 import ast
 import dis
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import CO_OPTIMIZED
@@ -104,14 +104,14 @@ class Cells:
         for other in [key for key, c in self.known.items() if c is not cell and mine & _kinds(c.rows)]:
             print(f"this cell replaces all that `{self.known.pop(other).title}` recorded and drew: some is of one kind")
 
-    def read_records(self) -> None:
-        """The running cell sees what the others have recorded."""
-        others = {key: cell for key, cell in self.known.items() if cell.measured and key != self.key}
+    def read_records(self, below: Collection[str]) -> None:
+        """The running cell sees what the others have recorded, those `below` it aside."""
+        others = {key: cell for key, cell in self.known.items() if cell.measured and key not in (self.key, *below)}
         self.running.reads |= {cell.records: (key, cell.run) for key, cell in others.items()}
 
-    def rows(self) -> list[list[Row]]:
-        """What the cells have recorded that holds."""
-        return [cell.rows for key, cell in self.known.items() if self._cause(key, {}) is None]
+    def rows(self, below: Collection[str] = ()) -> list[list[Row]]:
+        """What the cells have recorded that holds, those `below` aside."""
+        return [cell.rows for key, cell in self.known.items() if key not in below and self._cause(key, {}) is None]
 
     def draw(self, name: str) -> None:
         """The running cell makes the figure, table or number of this name, and no other cell does."""

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Iterable
 from contextlib import redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Self
@@ -129,25 +130,32 @@ class Run:
     def _require_whole(self) -> None:
         """Raise `T1Error` unless all cells of the saved notebook, from that of `start` to the running one, have run to
         their end: what is published replaces a whole run. Only a frontend that gives cells the file's ids tells."""
-        cells = [cell for cell in params.code_cells(paths.notebook(self.experiment)) if cell["source"].strip()]
-        ids = [cell.get("id") for cell in cells]
+        cells, at = self._saved_cells()
         first = next((at for at, cell in enumerate(cells) if "Run.start(" in cell["source"]), 0)
-        last = ids.index(self._cells.key) if self._cells.key in ids else 0
-        missing = [cell for cell in cells[first + 1 : last] if cell["id"] not in self._cells.finished]
+        missing = [cell for cell in cells[first + 1 : at or 0] if cell["id"] not in self._cells.finished]
         if missing:
             named = f"{len(missing)}, first `{params.first_line(missing[0]['source'])}`"
             told = f"cells of notebooks/{self.experiment}.ipynb that have not run to their end: {named}"
             raise T1Error(f"{told}; run them, or save it without them")
 
+    def _saved_cells(self) -> tuple[list[dict[str, Any]], int | None]:
+        """The saved notebook's cells of code, and which one is running: None if the frontend does not tell."""
+        cells = [cell for cell in params.code_cells(paths.notebook(self.experiment)) if cell["source"].strip()]
+        return cells, next((at for at, cell in enumerate(cells) if cell.get("id") == self._cells.key), None)
+
     def frame(self) -> pd.DataFrame:
         """The records that are up to date, one row each; prints which are left out. Also saves them to disk, so that a
-        cell that fails later loses nothing."""
-        self._cells.read_records()
+        cell that fails later loses nothing. Where the frontend tells cells apart, those below the running one are left
+        out, as they are not there yet when a notebook runs from top to bottom."""
+        cells, at = self._saved_cells()
+        below = () if at is None else {cell["id"] for cell in cells[at + 1 :]}
+        self._cells.read_records(below)
         if self._measures:
             for cell, why in self._cells.out_of_date():
                 if cell.rows:
                     print(f"out of date and left out, from the cell `{cell.title}`: {why}")
             self.records.save(self.outdir / "samples.csv")
+            return Records(partial(self._cells.rows, below)).frame()
         return self.records.frame()
 
     def figure(self, name: str, figure: Figure) -> Figure:
