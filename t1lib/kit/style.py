@@ -42,7 +42,7 @@ VARIANTS: dict[str, Variant] = {
     "cce": Variant("CCE", (0.3, 0.3, 0.3), "X"),
     "cce-exact": Variant("CCE, no filter", _COLOURS[7], "p"),
     "liger": Variant("Liger", _COLOURS[5], "h"),
-    "liger-sm90": Variant("Liger for Hopper", _COLOURS[5], "H"),
+    "liger-sm90": Variant("Liger for Hopper", _COLOURS[5], ">"),
     "quack": Variant("QuACK, 4096 rows a chunk", _COLOURS[8], "<"),
     "quack-1024": Variant("QuACK, 1024 rows a chunk", _COLOURS[8], "*"),
     "trl": Variant("TRL", (0.6, 0.6, 0.6), "8"),

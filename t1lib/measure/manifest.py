@@ -16,7 +16,7 @@ from typing import Any
 from t1lib import fingerprint, paths
 from t1lib.errors import T1Error, require
 from t1lib.files import read_signed, remove, write_signed
-from t1lib.measure.environment import environment, git_state
+from t1lib.measure.environment import environment
 
 NAME = "manifest.json"
 REPORT = "report"  # in a manifest: hash and size of the PDF that was built from the run
@@ -44,8 +44,8 @@ def _lasting(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def write(folder: Path, *, parameters: Mapping[str, Any], seconds: float, **about: Any) -> None:
     """Write manifest.json for everything in `folder`, of a run that has taken so many seconds. about: `experiment`,
-    `profile`, `made_of`, `inputs`, and `git_state` when the run began"""
-    content = {**git_state(), **about, "parameters": _lasting(parameters), "environment": environment()}
+    `profile`, `made_of`, `inputs`, and `git_state()` as the run began"""
+    content = {**about, "parameters": _lasting(parameters), "environment": environment()}
     started = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds")
     content |= {"started": started, "seconds": round(seconds, 1)}
     write_signed(folder / NAME, content | {"files": _files(folder)})
