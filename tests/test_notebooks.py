@@ -100,10 +100,10 @@ def test_a_run_leaves_every_file_and_shows_figures_in_the_cells_that_draw_them(f
     for cell in code(nbformat.read(finished / "executed.ipynb", as_version=4)):
         assert isinstance(cell["execution_count"], int)
         kinds = [(output["output_type"], output.get("name")) for output in cell["outputs"]]
-        assert ("error", None) not in kinds and ("stream", "stderr") not in kinds, cell["id"]
+        assert ("error", None) not in kinds and ("stream", "stderr") not in kinds, (cell["id"], cell["outputs"])
         shown = sum("image/png" in output.get("data", {}) for output in cell["outputs"])
         drawn = FIGURE.findall(cell.source)
-        assert shown == len(drawn) or not drawn, cell["id"]
+        assert shown == len(drawn) or not drawn, (cell["id"], kinds, cell["outputs"][-1:])
 
 
 def test_a_finished_run_is_drawn_again_without_a_change(finished, tmp_path, monkeypatch):
