@@ -179,8 +179,8 @@ class Tail(Pass):
         if self.dw is not None or self.db is not None:
             classes, order = torch.sort(found[:size].view(-1), stable=True)
             entries = self.memory["count"][0, :size].sum()
-            given = dict(classes=classes, order=order, entries=entries, HEIGHT=16, MORE=32, BLOCK=128)
-            self.launch(large.class_terms, 16 * self.o.device.units, **given, num_warps=4)
+            given = dict(classes=classes, order=order, entries=entries, HEIGHT=16, MORE=32, BLOCK=64)
+            self.launch(large.class_terms, 64 * self.o.device.units, **given, num_warps=2)
 
     def add_bias(self) -> None:
         width = self.memory["z"].shape[1]

@@ -88,9 +88,9 @@ def _run_length(n, key, target, segment_end, tokens):
 @triton.jit(do_not_specialize=("tokens",))
 def find_frequent(
     key, target, segment_end, frequent, place, slot, frequent_number, tokens, most,
-    BINS: tl.constexpr, BLOCK: tl.constexpr,
+    LEAST: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program. frequent, place, slot ← the `most` targets with the most tokens, two or more; those of BINS − 1
+    """One program. frequent, place, slot ← the `most` targets with the most tokens, LEAST or more; those of BINS − 1
     tokens and more count as equal, and of equals the lower class comes first."""
     bins = tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)
@@ -98,13 +98,13 @@ def find_frequent(
         length = _run_length(begin + tl.arange(0, BLOCK), key, target, segment_end, tokens)
         counts += tl.histogram(tl.minimum(length, BINS - 1), BINS)
     at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # targets with so many tokens or more
-    least = tl.min(tl.where((at_least <= most) & (bins >= 2), bins, BINS), 0)  # from here on all are taken
+    least = tl.min(tl.where((at_least <= most) & (bins >= LEAST), bins, BINS), 0)  # from here on all are taken
     room = most - tl.sum(tl.where(bins == least, at_least, 0), 0)  # for those with one token less
     taken = 0
     for begin in range(0, tokens, BLOCK):
         n = begin + tl.arange(0, BLOCK)
         length = tl.minimum(_run_length(n, key, target, segment_end, tokens), BINS - 1)
-        short = ((length == least - 1) & (least > 2)).to(tl.int32)
+        short = ((length == least - 1) & (least > LEAST)).to(tl.int32)
         take = (length >= least) | ((short > 0) & (tl.cumsum(short, 0) <= room))
         index = taken + tl.cumsum(take.to(tl.int32), 0) - 1
         y = tl.load(target + n, mask=take, other=0)
