@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from t1lib.heads.fused import Operands
 from t1lib.heads.fused_plan import TILES, WHOLE, Buffer, Plan, ceil, splits_of, up
-from t1lib.heads.kernels import logits, ordering, products, rows
+from t1lib.heads.kernels import logits, products, rows
 from t1lib.heads.kernels.tiles import FIELDS, LARGE, LN2
 from t1lib.heads.options import HeadStats, check_range
 
@@ -95,7 +95,7 @@ class Pass:
             denominator=opts.denominator, row=self.row, target=new(size, dtype=torch.int32),
             key=new(size, dtype=torch.int32 if by_target else torch.uint8),  # sorted in four passes, or in one
         )  # fmt: skip
-        self.launch(ordering.sort_keys, 1, BY_TARGET=by_target, BLOCK=8192, num_warps=16)
+        self.launch(rows.sort_keys, 1, BY_TARGET=by_target, BLOCK=8192, num_warps=16)
         if self.o.check:
             check_range(opts, in_range)
         self.key, self.order = torch.sort(self.known["key"], stable=True)
@@ -106,7 +106,7 @@ class Pass:
             given |= dict(upstream=upstream, upstream_stride=upstream.stride(0))
         if s.reduction != "mean":
             given["denominator"] = None
-        self.launch(ordering.fill_rows, ceil(size, BLOCK), **given)
+        self.launch(rows.fill_rows, ceil(size, BLOCK), **given)
 
     def results(self, stats: bool) -> tuple[Tensor, HeadStats | None]:
         """The loss as the call returns it, and its statistics, if `stats`."""
@@ -144,7 +144,7 @@ class Pass:
         sums, new, weight = self.memory["frequent_sums"], self.key.new_zeros, self.opts.local_class_weight
         slot = torch.full((self.opts.vocab,), -1, dtype=torch.int16, device=self.key.device)
         self.known |= dict(frequent=new(len(sums)), place=new(len(sums)), slot=slot, frequent_number=new(()))
-        self.launch(ordering.find_frequent, 1, most=len(sums), BINS=128, BLOCK=8192, num_warps=16)
+        self.launch(rows.find_frequent, 1, most=len(sums), BINS=128, BLOCK=8192, num_warps=16)
         if even_sum is None:
             sums.zero_()
         else:
@@ -223,9 +223,9 @@ def aligned(matrix: Tensor) -> bool:
     return matrix.stride(1) == 1 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
 
 
-def boxes(matrix: Tensor | None, height: int) -> Any:
-    """A descriptor of so many rows and 128 bytes of columns, as `hopper` takes them."""
+def boxes(matrix: Tensor | None, height: int, across: int = 128) -> Any:
+    """A descriptor of boxes of so many rows and so many bytes of columns, as `hopper` and `tail` take them."""
     if matrix is None:
         return None
-    box = [height, 128 // matrix.element_size()]
-    return Boxes.from_tensor(matrix, box, NVMMASharedLayout(128, 8 * matrix.element_size(), 2))
+    size = matrix.element_size()
+    return Boxes.from_tensor(matrix, [height, across // size], NVMMASharedLayout(across, 8 * size, 2))

@@ -8,14 +8,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from triton import next_power_of_2
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Boxes
 
 from t1lib.heads.fused import Operands
 from t1lib.heads.fused_launch import CACHED, Pass, boxes, sum_rows
-from t1lib.heads.fused_plan import DEFAULT_WORKSPACE, FREQUENT, SLACK, TOKEN_BYTES, Buffer, Plan, Shape
-
-from t1lib.heads.fused_plan import ceil, layout_bytes, up  # isort: skip
+from t1lib.heads.fused_plan import DEFAULT_WORKSPACE, FREQUENT, SLACK, TOKEN_BYTES, Buffer, Plan, Shape, ceil, up
 from t1lib.heads.fused_run import Gradients, InputGradient, targets
 from t1lib.heads.kernels import hopper, large, logits, rows, tail
 from t1lib.heads.kernels.large import SLOTS
@@ -87,8 +83,8 @@ def cost(shape: Shape, found: Plan, ranges: int, units: int) -> float:
 
 
 def bytes_needed(shape: Shape, found: Plan) -> int:
-    loose = (TOKEN_BYTES * shape.tokens + 10 * shape.vocab + 24 * shape.hidden) + shape.copies
-    return layout_bytes(layout(shape, found)) + LARGE_BYTES * found.capacity + loose + SLACK
+    loose = TOKEN_BYTES * shape.tokens + 10 * shape.vocab + 24 * shape.hidden + shape.copies + SLACK
+    return sum(b.nbytes for b in layout(shape, found).values()) + LARGE_BYTES * found.capacity + loose
 
 
 class Tail(Pass):
@@ -137,10 +133,8 @@ class Tail(Pass):
             self.find(redo=True)
             self.memory["flag"].zero_()
         self.launch(rows.finish_rows, self.size, splits=self.splits, SPLITS=next_power_of_2(self.splits))
-        y = self.memory["packed_target"]
-        place = (y & ~14) | ((y >> 2) & 2) | ((y & 6) << 1)  # `tail.place_of`; −1 stays negative
-        z = self.memory["z"]
-        self.launch(rows.scale_rows, self.size, z=z, packed_target=torch.where(y < 0, y, place))
+        place = tail.place_of.fn(self.memory["packed_target"])  # −1 stays −1
+        self.launch(rows.scale_rows, self.size, z=self.memory["z"], packed_target=place)
 
     def input_gradient(self) -> None:
         w8, hidden, vocab = self.memory["w8"], self.hidden, self.opts.vocab
@@ -151,7 +145,7 @@ class Tail(Pass):
                 given = dict(w8=w8, gain=self.gain_w, first=first, count=up(count, 16), w8_stride=w8.stride(0))
                 self.launch(tail.narrow_weight, *grid, **given, HEIGHT=32, BLOCK=128, num_warps=4)
             self.products(
-                pairs(w8[: up(count, 16)]), box(self.z, 256, 128), self.memory["de"], self.gain_w, first=first,
+                pairs(w8[: up(count, 16)]), boxes(self.z, 256), self.memory["de"], self.gain_w, first=first,
                 columns=count, height=self.plan.capacity, BY_ROW=True, ADD=first > 0, parts=self.plan.parts,
             )  # fmt: skip
 
@@ -162,7 +156,7 @@ class Tail(Pass):
         grid = ceil(self.plan.capacity, 64), ceil(len(x8), 64)
         self.launch(tail.narrow_hidden, *grid, x8=x8, x8_stride=x8.stride(0), gain=gain, M=64, BLOCK=64, num_warps=4)
         self.products(
-            pairs(self.memory["z"]), box(x8.view(torch.float8_e4m3fn), 256, 128), self.dw, gain, first=0, columns=0,
+            pairs(self.memory["z"]), boxes(x8.view(torch.float8_e4m3fn), 256), self.dw, gain, first=0, columns=0,
             height=self.opts.vocab, BY_ROW=False, ADD=self.start > 0, parts=1,
         )  # fmt: skip
 
@@ -215,11 +209,6 @@ def gain_of(top: Tensor) -> Tensor:
     return tail.LARGEST.value / top.float().clamp(min=1e-30)
 
 
-def box(matrix: Tensor, height: int, width: int, swizzle: int = 128):
-    bits = matrix.element_size() * 8
-    return Boxes.from_tensor(matrix, [height, width], NVMMASharedLayout(swizzle, bits, 2))
-
-
 def pairs(matrix: Tensor):
     """Boxes of 128 rows and 64 columns of bytes, two of which are one number."""
-    return box(matrix.view(torch.int16), 128, 32, 64)
+    return boxes(matrix.view(torch.int16), 128, 64)
