@@ -23,7 +23,7 @@ except ImportError:  # Gluon is part of Triton from 3.6 on, and its names may st
     hopper = None
 
 BLOCK = 1024  # columns per step in kernels where a program handles one row
-STAGES = 4  # pipeline stages of `hopper`'s kernel, 48 KiB of shared memory each
+STAGES = 4  # pipeline stages of the kernels of `hopper` and `tail`, 48 KiB of shared memory each
 CACHED = 10 * 2**20  # bytes of hidden states that stay in a 50 MB L2 cache while the weight streams through it
 
 
@@ -159,19 +159,24 @@ class Pass:
         descriptor = matrix is not None and self.tma and aligned(matrix)
         return TensorDescriptor.from_tensor(matrix, [height, width]) if descriptor else matrix
 
-    def logits(self, z: Tensor | None, first: int = 0, *, gradient: bool = False, redo: bool = False) -> None:
-        """z ← exponentials or gradients (`gradient`) of the logits of the columns from `first` on; None: sums alone."""
+    def logits(
+        self, z: Tensor | None, first: int = 0, *, gradient: bool = False, redo: bool = False, every: int = 1
+    ) -> None:
+        """z ← exponentials or gradients (`gradient`) of the logits of the columns from `first` on; None: sums alone,
+        over one of `every` columns."""
         o, known, t, x = self.o, self.known, self.tiles, self.x[self.above :]
-        splits, vocab = 1 if gradient else self.splits, o.opts.vocab
+        w, bias, vocab = o.w[::every], None if o.b is None else o.b[::every].contiguous(), ceil(o.opts.vocab, every)
+        splits = 1 if gradient else min(self.splits, ceil(vocab, t.n))
         flags = logits.Flags(gradient, redo, known["PRECISE"], known["EVEN_SHARE"], vocab % t.n != 0)
-        group = max(1, CACHED // (t.m * self.hidden * o.w.element_size()))
-        given = dict(first=first, held=vocab if z is None else z.shape[1], group=group, splits=splits, FLAGS=flags)
+        group = max(1, CACHED // (t.m * self.hidden * w.element_size()))
+        given = dict(bias=bias, vocab=vocab, first=first, held=vocab if z is None else z.shape[1], group=group)
+        given |= dict(splits=splits, FLAGS=flags)
         grid = o.device.units if gradient else ceil(self.size, t.m) * splits
-        if hopper is not None and self.tma and aligned(o.w) and o.w.element_size() == 2:
-            operands = dict(x=boxes(x, 64), w=boxes(o.w, t.n), z=boxes(z, 64))
+        if hopper is not None and self.tma and aligned(w) and w.element_size() == 2:
+            operands = dict(x=boxes(x, 64), w=boxes(w, t.n), z=boxes(z, 64), marks=None if z is None else known["marks"])
             self.launch(hopper.logits, grid, **operands, **given, S=STAGES, num_warps=4)
         else:
-            tiles = dict(x=self._tile(x, t.m, t.k), w=self._tile(o.w, t.n, t.k), z=self._tile(z, t.m, t.n))
+            tiles = dict(x=self._tile(x, t.m, t.k), w=self._tile(w, t.n, t.k), z=self._tile(z, t.m, t.n))
             self.launch(logits.logits, grid, **tiles, **given, num_warps=t.warps, num_stages=t.stages)
 
     def products(self, z: Tensor, first: int, even_sum: Tensor | None = None) -> None:

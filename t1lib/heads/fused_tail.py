@@ -10,10 +10,10 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from t1lib.heads.fused import Operands
-from t1lib.heads.fused_launch import CACHED, Pass, boxes, sum_rows
+from t1lib.heads.fused_launch import STAGES, Pass, boxes, sum_rows
 from t1lib.heads.fused_plan import DEFAULT_WORKSPACE, FREQUENT, SLACK, TOKEN_BYTES, Buffer, Plan, Shape, ceil, up
 from t1lib.heads.fused_run import Gradients, InputGradient, targets
-from t1lib.heads.kernels import hopper, large, logits, rows, tail
+from t1lib.heads.kernels import large, rows, tail
 from t1lib.heads.kernels.large import SLOTS
 from t1lib.heads.options import need_workspace
 
@@ -22,7 +22,6 @@ BLOCK = 256  # tokens of a tile of dE
 SPLITS = 64  # the most ranges of the vocabulary in which exponentials are made
 PARTS = 8  # the most partial sums of dE
 RANGES = 8  # the most ranges of classes in which dE is made: each takes a launch, and a copy of its part of the weight
-STAGES = 4
 UNIT = 4  # steps that a tile's results take, measured on an H100 as the two below
 LAUNCH = 30
 COPY = 1.3e-6  # steps per element of the weight
@@ -100,21 +99,6 @@ class Tail(Pass):
         self.known |= dict(large=m["large"], excess=m["excess"], count=m["count"], width=m["z"].shape[1], columns=None)
         self.gain_w = gain_of(torch.linalg.vector_norm(o.w, torch.inf)) if o.needs[0] else None
 
-    def sample(self) -> None:
-        """offset ← a guess from some of the columns."""
-        o, t, every = self.o, self.tiles, max(1, min(SAMPLE, self.opts.vocab // 1024))
-        w = o.w[::every]
-        splits = max(1, min(self.splits, ceil(len(w), t.n)))
-        flags = logits.Flags(False, False, self.known["PRECISE"], False, len(w) % t.n != 0)
-        group = max(1, CACHED // (t.m * self.hidden * 2))
-        self.launch(
-            hopper.logits, ceil(self.size, t.m) * splits, x=boxes(self.x, 64), w=boxes(w, t.n), z=None, marks=None,
-            bias=None if o.b is None else o.b[::every].contiguous(), vocab=len(w), held=len(w), first=0, group=group,
-            splits=splits, FLAGS=flags, S=4, num_warps=4,
-        )  # fmt: skip
-        self.offsets(splits, every)
-        self.memory["flag"].zero_()
-
     def offsets(self, splits: int, every: int) -> None:
         given = dict(splits=splits, every=every, SPLITS=next_power_of_2(splits), GUESS=every > 0)
         self.launch(large.offsets, self.size, **given)
@@ -124,7 +108,10 @@ class Tail(Pass):
 
     def exponentials(self) -> None:
         """z, and the tokens' statistics."""
-        self.sample()
+        every = max(1, min(SAMPLE, self.opts.vocab // 1024))  # a guess from some of the columns
+        self.logits(None, every=every)
+        self.offsets(min(self.splits, ceil(ceil(self.opts.vocab, every), self.tiles.n)), every)
+        self.memory["flag"].zero_()
         self.logits(self.z)
         self.find(redo=False)
         for _ in range(2):  # rows whose offset was wrong: after an overflow it is only near the right one

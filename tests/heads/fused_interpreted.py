@@ -108,16 +108,6 @@ def test_the_least_workspace_makes_the_gradients_in_the_backward():
     assert_close([loss.detach(), *once], run_head("full", p, torch.ones(())), 1e-5)
 
 
-@slow
-def test_a_budget_holds_for_float32_sums_too():
-    """All tokens are one chunk then, which needs more than several would."""
-    p = single(200, 30, 100, bias=False)
-    sums = {"accumulate": "float32"}
-    several, one = (least_of(partial(run, p, **own)) for own in ({}, sums))
-    assert one > several + 50_000
-    assert_close(run(p, workspace=one, **sums), run_head("full", p), 1e-5)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_copy_of_the_weight_counts(reduction):
     """Under autocast, or without unit stride, the kernels need a copy of the weight: 2 MiB in float16."""
