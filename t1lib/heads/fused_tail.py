@@ -132,8 +132,8 @@ class Tail(Pass):
                 given = dict(w8=w8, gain=self.gain_w, first=first, count=up(count, 16), w8_stride=w8.stride(0))
                 self.launch(tail.narrow_weight, *grid, **given, HEIGHT=32, BLOCK=128, num_warps=4)
             self.products(
-                pairs(w8[: up(count, 16)]), boxes(self.z, 256), self.memory["de"], self.gain_w, first=first,
-                columns=count, height=self.plan.capacity, BY_ROW=True, ADD=first > 0, parts=self.plan.parts,
+                w8[: up(count, 16)], self.z, self.memory["de"], self.gain_w, first=first, columns=count,
+                height=self.plan.capacity, BY_ROW=True, ADD=first > 0, parts=self.plan.parts,
             )  # fmt: skip
 
     def weight_gradient(self) -> None:
@@ -143,15 +143,14 @@ class Tail(Pass):
         grid = ceil(self.plan.capacity, 64), ceil(len(x8), 64)
         self.launch(tail.narrow_hidden, *grid, x8=x8, x8_stride=x8.stride(0), gain=gain, M=64, BLOCK=64, num_warps=4)
         self.products(
-            pairs(self.memory["z"]), boxes(x8.view(torch.float8_e4m3fn), 256), self.dw, gain, first=0, columns=0,
+            self.memory["z"], x8.view(torch.float8_e4m3fn), self.dw, gain, first=0, columns=0,
             height=self.opts.vocab, BY_ROW=False, ADD=self.start > 0, parts=1,
         )  # fmt: skip
 
-    def products(self, a, b, out: Tensor, gain: Tensor, **given) -> None:
-        self.launch(
-            tail.products, self.o.device.units, a=a, b=b, out=out, gain=gain, stride=out.stride(0), S=STAGES,
-            num_warps=4, **given,
-        )  # fmt: skip
+    def products(self, a: Tensor, b: Tensor, out: Tensor, gain: Tensor, **given) -> None:
+        """a: bytes, two of which are one number to the kernel; b: e4m3"""
+        given |= dict(a=boxes(a.view(torch.int16), 128, 64), b=boxes(b, 256), out=out, stride=out.stride(0), gain=gain)
+        self.launch(tail.products, self.o.device.units, S=STAGES, num_warps=4, **given)
 
     def large_entries(self) -> None:
         size, found = self.size, self.memory["large"]
@@ -194,8 +193,3 @@ def gradients(o: Operands) -> tuple[Tail, Gradients]:
 def gain_of(top: Tensor) -> Tensor:
     """What makes the largest number 448; no infinity from zeros."""
     return tail.LARGEST.value / top.float().clamp(min=1e-30)
-
-
-def pairs(matrix: Tensor):
-    """Boxes of 128 rows and 64 columns of bytes, two of which are one number."""
-    return boxes(matrix.view(torch.int16), 128, 64)
