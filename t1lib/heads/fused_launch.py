@@ -173,8 +173,9 @@ class Pass:
         given |= dict(splits=splits, FLAGS=flags)
         grid = o.device.units if gradient else ceil(self.size, t.m) * splits
         if hopper is not None and self.tma and aligned(w) and w.element_size() == 2:
-            operands = dict(x=boxes(x, 64), w=boxes(w, t.n), z=boxes(z, 64), marks=None if z is None else known["marks"])
-            self.launch(hopper.logits, grid, **operands, **given, S=STAGES, num_warps=4)
+            operands = dict(x=boxes(x, 64), w=boxes(w, t.n), z=boxes(z, 64))
+            marks = None if z is None else known["marks"]
+            self.launch(hopper.logits, grid, **operands, marks=marks, **given, S=STAGES, num_warps=4)
         else:
             tiles = dict(x=self._tile(x, t.m, t.k), w=self._tile(w, t.n, t.k), z=self._tile(z, t.m, t.n))
             self.launch(logits.logits, grid, **tiles, **given, num_warps=t.warps, num_stages=t.stages)
