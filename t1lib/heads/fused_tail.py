@@ -94,17 +94,13 @@ class Tail(Pass):
     def __init__(self, o: Operands) -> None:
         found = plan(o.shape, o.opts.settings.workspace, o.device.units)
         super().__init__(o, "early", own=(found, layout(o.shape, found)))
-        m = self.memory
-        self.z = m["z"].view(torch.float8_e4m3fn)
-        self.known |= dict(large=m["large"], excess=m["excess"], count=m["count"], width=m["z"].shape[1], columns=None)
+        self.z = self.memory["z"].view(torch.float8_e4m3fn)
+        self.known |= dict(width=self.z.shape[1], columns=None)
         self.gain_w = gain_of(torch.linalg.vector_norm(o.w, torch.inf)) if o.needs[0] else None
 
     def offsets(self, splits: int, every: int) -> None:
         given = dict(splits=splits, every=every, SPLITS=next_power_of_2(splits), GUESS=every > 0)
         self.launch(large.offsets, self.size, **given)
-
-    def find(self, redo: bool) -> None:
-        self.launch(large.find, self.size, z=self.memory["z"], BLOCK=1024, TILES=8, REDO=redo)
 
     def exponentials(self) -> None:
         """z, and the tokens' statistics."""
@@ -113,15 +109,15 @@ class Tail(Pass):
         self.offsets(min(self.splits, ceil(ceil(self.opts.vocab, every), self.tiles.n)), every)
         self.memory["flag"].zero_()
         self.logits(self.z)
-        self.find(redo=False)
+        self.launch(large.find, self.size, TILES=8, REDO=False)
         for _ in range(2):  # rows whose offset was wrong: after an overflow it is only near the right one
             self.offsets(self.splits, 0)
             self.logits(self.z, redo=True)
-            self.find(redo=True)
+            self.launch(large.find, self.size, TILES=8, REDO=True)
             self.memory["flag"].zero_()
         self.launch(rows.finish_rows, self.size, splits=self.splits, SPLITS=next_power_of_2(self.splits))
-        place = tail.place_of.fn(self.memory["packed_target"])  # −1 stays −1
-        self.launch(rows.scale_rows, self.size, z=self.memory["z"], packed_target=place)
+        # −1 stays −1
+        self.launch(rows.scale_rows, self.size, packed_target=tail.place_of.fn(self.memory["packed_target"]))
 
     def input_gradient(self) -> None:
         w8, hidden, vocab = self.memory["w8"], self.hidden, self.opts.vocab
@@ -129,8 +125,8 @@ class Tail(Pass):
             count = min(len(w8), vocab - first)
             if self.start == 0 or len(w8) < vocab:
                 grid = ceil(up(count, 16), 32), ceil(hidden, 128)
-                given = dict(w8=w8, gain=self.gain_w, first=first, count=up(count, 16), w8_stride=w8.stride(0))
-                self.launch(tail.narrow_weight, *grid, **given, HEIGHT=32, BLOCK=128, num_warps=4)
+                given = dict(gain=self.gain_w, first=first, count=up(count, 16), HEIGHT=32, BLOCK=128)
+                self.launch(tail.narrow_weight, *grid, **given, num_warps=4)
             self.products(
                 w8[: up(count, 16)], self.z, self.memory["de"], self.gain_w, first=first, columns=count,
                 height=self.plan.capacity, BY_ROW=True, ADD=first > 0, parts=self.plan.parts,
@@ -141,7 +137,7 @@ class Tail(Pass):
         top = torch.linalg.vector_norm(self.x[: self.size], torch.inf, dim=1)
         gain = gain_of((top * scale).abs().amax())
         grid = ceil(self.plan.capacity, 64), ceil(len(x8), 64)
-        self.launch(tail.narrow_hidden, *grid, x8=x8, x8_stride=x8.stride(0), gain=gain, M=64, BLOCK=64, num_warps=4)
+        self.launch(tail.narrow_hidden, *grid, gain=gain, M=64, BLOCK=64, num_warps=4)
         self.products(
             self.memory["z"], x8.view(torch.float8_e4m3fn), self.dw, gain, first=0, columns=0,
             height=self.opts.vocab, BY_ROW=False, ADD=self.start > 0, parts=1,

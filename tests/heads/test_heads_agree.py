@@ -206,3 +206,9 @@ def test_certain_targets(head, own, atol=2e-7):
     torch.testing.assert_close(losses, want.detach(), rtol=1e-5, atol=atol)
     torch.testing.assert_close(dw, dz.T @ e, rtol=1e-5, atol=atol)
     assert (losses >= 0).all() and losses[3] == 0
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_calls_drawn_by_chance(first, head="chunked", most=(200, 3000, 150), device="cpu"):
+    for seed in range(first, first + 10):
+        head_cases.check(seed, head, most, device)

@@ -5,8 +5,18 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from head_cases import CHUNKED, REDUCTIONS, Recorder, assert_close, assert_compiles, least_of, options, problem, run
-from head_cases import HEADS as TRIED
+from head_cases import (
+    CHUNKED,
+    HEADS,
+    REDUCTIONS,
+    Recorder,
+    assert_close,
+    assert_compiles,
+    least_of,
+    options,
+    problem,
+    run,
+)
 from refusals import refused
 from test_heads_agree import TORCH
 
@@ -107,7 +117,7 @@ def test_autocast_casts_as_linear_does(head, own):
     assert_close(got, want, 0.0)
 
 
-@pytest.mark.parametrize("head, own", TRIED)
+@pytest.mark.parametrize("head, own", HEADS)
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_statistics(head, own, name, dtype=torch.float64):
     p = problem(36, V, D, dtype=dtype)
@@ -159,7 +169,7 @@ def test_number_of_products():
         assert len(seen.products) == products
 
 
-@pytest.mark.parametrize("head, own", [*TRIED[1:], pytest.param(*TRIED[0], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head, own", [*HEADS[1:], pytest.param(*HEADS[0], marks=pytest.mark.slow)])
 def test_compiled(head, own):
     p = problem(20, V, 8, dtype=torch.float32)
 
@@ -171,7 +181,7 @@ def test_compiled(head, own):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("head, own", [*TRIED[1:], TORCH])
+@pytest.mark.parametrize("head, own", [*HEADS[1:], TORCH])
 def test_second_backwards_are_right_or_refused_as_are_derivatives(head, own, reduction, dtype=torch.float64):
     p = problem(8, 40, 3, dtype=dtype)
     e = p.e.requires_grad_()
@@ -204,7 +214,7 @@ def test_transforms_are_for_head_full(head):
         refused(call, f'head "{head}" has no forward-mode derivative')
 
 
-@pytest.mark.parametrize("head, own", [*TRIED, TORCH])
+@pytest.mark.parametrize("head, own", [*HEADS, TORCH])
 def test_losses_may_be_changed_in_place(head, own):
     p = problem(8, 40, 3)
     losses = linear_cross_entropy(p.e.requires_grad_(), p.w, p.target, head=head, reduction="none", **own)
@@ -214,7 +224,7 @@ def test_losses_may_be_changed_in_place(head, own):
     assert torch.equal(torch.autograd.grad(losses.sum(), p.e)[0], want)
 
 
-@pytest.mark.parametrize("head, own", TRIED)
+@pytest.mark.parametrize("head, own", HEADS)
 def test_what_saved_tensors_keep_of_changed_arguments_counts(head, own):
     """Within this block PyTorch keeps a copy of what is changed, in place of refusing the backward."""
     p = problem(8, 40, 3)

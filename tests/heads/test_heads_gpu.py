@@ -33,6 +33,11 @@ def test_error_is_at_most_that_of_full(head, own, reduction, name, dtype):
     agree.test_sixteen_bit_error_is_that_of_full(own, dtype, name, reduction, head, shape, ones, "cuda")
 
 
+@pytest.mark.parametrize("head, first", [(head, first) for head in ("chunked", "fused") for first in range(0, 120, 10)])
+def test_calls_drawn_by_chance(head, first):
+    agree.test_calls_drawn_by_chance(first, head, (3000, 60000, 1500), "cuda")
+
+
 @plain_or_all
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_kernels_for_any_gpu(name, reduction, monkeypatch):
