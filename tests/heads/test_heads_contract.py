@@ -5,20 +5,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from head_cases import (
-    CHUNKED,
-    HEADS,
-    REDUCTIONS,
-    Recorder,
-    assert_close,
-    assert_compiles,
-    least_of,
-    options,
-    problem,
-    run,
-)
+from head_cases import CHUNKED, REDUCTIONS, Recorder, assert_close, assert_compiles, least_of, options, problem, run
 from refusals import refused
-from test_heads_agree import TORCH
+from test_heads_agree import HEADS, TORCH
 
 from t1lib.errors import UnavailableError
 from t1lib.heads import linear_cross_entropy, next_token_targets, parse_bytes
