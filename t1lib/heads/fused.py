@@ -103,8 +103,9 @@ def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool, tail: b
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (input, w, b)]
     hopper = input.is_cuda and fused_plan.device_of(input.device).kind == "hopper"
     tail = tail and hopper and s.reduction != "none" and w.dim() == 2 and w.shape[0] >= 2048 and w.shape[1] >= 64
-    # the FP8 kernels take rows on 16-byte boundaries, as those of copies are
-    tail = tail and w.shape[1] % 8 == 0 and (w.dtype != torch.bfloat16 or w.stride(1) != 1 or w.stride(0) % 8 == 0)
+    if tail:  # the FP8 kernels take rows on 16-byte boundaries, as those of copies are
+        copied = w.dtype != torch.bfloat16 or w.stride(1) != 1
+        tail = w.shape[1] % 8 == 0 and (copied or w.stride(0) % 8 == 0)
     early = any(needs) and not exact_sum and (tail or _is_early(tensors, s, compute))
     rows, sequence, group = [], False, ""
     if s.shards is not None:
