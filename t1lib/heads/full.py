@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from t1lib.errors import UnavailableError, require, shown
+from t1lib.errors import UnavailableError, require
 from t1lib.heads.options import HeadStats, Options, need_workspace, on_flat_operands, refuse_create_graph, spent
 
 ALIGN = 8  # elements: where rows of logits do not start on so many, cuBLAS takes five times as long
@@ -63,26 +63,18 @@ def _logits(e: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
 
 @torch.compiler.disable  # which cannot trace the hooks
 @on_flat_operands
-def native(
-    e: Tensor, w: Tensor, b: Tensor | None, opts: Options, *, chunked: bool = True
-) -> tuple[Tensor, HeadStats | None]:
-    """Cross-entropy of a linear layer's outputs by `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13).
-
-    chunked=True (default) selects its memory-saving path, with the op's own choice of chunk and precision; False its
-    reference path, which holds the whole logits. The op rounds the loss of 16-bit operands to their dtype; it is
-    returned as float32. `token_weight` is applied to its losses under "none".
-    Raises `UnavailableError` on a PyTorch without the op; `T1Error` for softcap, z_loss, filter_eps, workspace and
-    return_stats, which the op lacks, and for label_smoothing with chunked=True, when it would hold all logits."""
+def native(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor, HeadStats | None]:
+    """Cross-entropy of a linear layer's outputs by `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13), on its
+    memory-saving path, with the op's own choice of chunk and precision. It rounds the loss of 16-bit operands to their
+    dtype, which is returned as float32. `token_weight` is applied to its losses under "none". Raises `UnavailableError`
+    on a PyTorch without the op; `T1Error` for what it lacks, and for label_smoothing, when it would hold all logits."""
     if not hasattr(F, "linear_cross_entropy"):
         missing = "torch.nn.functional.linear_cross_entropy (PyTorch 2.13)"
         raise UnavailableError(f"head 'torch' needs {missing}; this is {torch.__version__}")
     s = opts.settings
-    require(isinstance(chunked, bool), f"chunked must be True or False, got {shown(chunked)}")
-    for name in ("softcap", "z_loss", "filter_eps", "workspace", "return_stats"):
+    for name in ("softcap", "z_loss", "filter_eps", "workspace", "return_stats", "label_smoothing"):
         given = getattr(s, name) not in (None, 0)  # False is 0
         require(not given, f"head 'torch' has no {name}; heads that take it: full, chunked, fused")
-    whole = not (chunked and s.label_smoothing)
-    require(whole, "head 'torch' has no label_smoothing with chunked=True; pass chunked=False, or use head 'chunked'")
     composed = opts.token_weight is not None
     e, w, b = (None if t is None else t.view_as(t) for t in (e, w, b))
     for operand in (e, w, b):
@@ -92,9 +84,9 @@ def native(
         e, w, opts.target, linear_bias=b,
         weight=None if opts.class_weight is None else opts.class_weight.to(e.dtype),
         reduction="none" if composed else s.reduction, ignore_index=s.ignore_index,
-        label_smoothing=s.label_smoothing, options=torch.nn.LinearCrossEntropyOptions() if chunked else None,
+        options=torch.nn.LinearCrossEntropyOptions(),
     ).to(opts.dtype)  # fmt: skip
-    if chunked and losses.requires_grad:
+    if losses.requires_grad:
         losses.register_hook(partial(_once, []))
     if composed:
         return opts.reduce(opts.mask(losses)), None
@@ -105,5 +97,5 @@ def _once(calls: list[None], _: Tensor) -> None:
     """A hook that refuses a second backward, and a second derivative, in the kit's words."""
     refuse_create_graph("torch")
     if calls:
-        raise spent("torch", "chunked=False")
+        raise spent("torch", 'head "full"')
     calls.append(None)

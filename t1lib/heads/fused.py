@@ -27,11 +27,7 @@ ARGUMENTS = (
 
 
 def fused(
-    tensors: Tensors,
-    settings: Settings,
-    *,
-    chunks: int | None = None,
-    accumulate: str | None = None,
+    tensors: Tensors, settings: Settings, *, chunks: int | None = None, accumulate: str | None = None,
     tail: str | None = None,
 ) -> tuple[Tensor, HeadStats | None]:  # fmt: skip
     """Cross-entropy of a linear layer's outputs by Triton kernels; how it works is in docs/heads.md.
@@ -62,9 +58,8 @@ def fused(
         if settings.filter_eps is not None and not grouped:
             return full(tensors, settings)
         return chunked_head(tensors, settings, **({"by": "vocabulary"} if accumulate else {"chunks": chunks}))
-    loss, *stats = forward_op(
-        *tensors, *_packed(tensors, settings, chunks or 0, accumulate is not None, tail is not None)
-    )[:4]
+    packed = _packed(tensors, settings, chunks or 0, accumulate is not None, tail is not None)
+    loss, *stats = forward_op(*tensors, *packed)[:4]
     return loss, HeadStats(*stats) if settings.return_stats else None
 
 
@@ -83,13 +78,6 @@ def _check_tail(tensors: Tensors, s: Settings, chunks: int | None, accumulate: s
     if device.type == "cuda":
         least = torch.cuda.get_device_capability(device)
         require(least >= (8, 9), f'tail="fp8" needs a GPU with FP8 (compute capability 8.9), got {least}: leave it out')
-
-
-def _in_fp8(w: Tensor) -> bool:
-    """Whether the FP8 kernels take a weight: large enough, and rows on 16-byte boundaries, or copied anyway."""
-    if w.dim() != 2 or w.shape[0] < 2048 or w.shape[1] < 64 or w.shape[1] % 8:
-        return False
-    return w.dtype != torch.bfloat16 or w.stride(1) != 1 or w.stride(0) % 8 == 0
 
 
 def kernels_run(input: Tensor) -> bool:
@@ -114,7 +102,10 @@ def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool, tail: b
     compute = torch.get_autocast_dtype(input.device.type) if autocast else input.dtype
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (input, w, b)]
     hopper = input.is_cuda and fused_plan.device_of(input.device).kind == "hopper"
-    tail = tail and hopper and s.reduction != "none" and _in_fp8(w)
+    tail = tail and hopper and s.reduction != "none" and w.dim() == 2 and w.shape[0] >= 2048 and w.shape[1] >= 64
+    if tail:  # the FP8 kernels take rows on 16-byte boundaries, as those of copies are
+        copied = w.dtype != torch.bfloat16 or w.stride(1) != 1
+        tail = w.shape[1] % 8 == 0 and (copied or w.stride(0) % 8 == 0)
     early = any(needs) and not exact_sum and (tail or _is_early(tensors, s, compute))
     rows, sequence, group = [], False, ""
     if s.shards is not None:
@@ -188,10 +179,7 @@ def forward_op(*call):
         o = Operands(tensors, *call[6:], check=True)
         if any(needs) and not early:  # a workspace too small for the backward is refused here already
             o.plan("late")
-        if early and tail and len(o.e):
-            require(
-                fused_launch.aligned(o.w), 'tail="fp8" with a weight that begins off a 16-byte boundary: leave it out'
-            )
+        if early and tail and len(o.e) and fused_launch.aligned(o.w):
             from t1lib.heads import fused_tail
 
             done, gradients = fused_tail.gradients(o)

@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from t1lib.heads.fused import Operands
 from t1lib.heads.fused_plan import TILES, WHOLE, Buffer, Plan, ceil, splits_of, up
-from t1lib.heads.kernels import logits, ordering, products, rows
+from t1lib.heads.kernels import logits, products, rows
 from t1lib.heads.kernels.tiles import FIELDS, LARGE, LN2
 from t1lib.heads.options import HeadStats, check_range
 
@@ -24,7 +24,7 @@ except ImportError:  # Gluon is part of Triton from 3.6 on, and its names may st
 
 LEAST = 4  # tokens of a target that counts as frequent
 BLOCK = 1024  # columns per step in kernels where a program handles one row
-STAGES = 4  # pipeline stages of `hopper`'s kernel, 48 KiB of shared memory each
+STAGES = 4  # pipeline stages of the kernels of `hopper` and `tail`, 48 KiB of shared memory each
 CACHED = 10 * 2**20  # bytes of hidden states that stay in a 50 MB L2 cache while the weight streams through it
 
 
@@ -96,7 +96,7 @@ class Pass:
             denominator=opts.denominator, row=self.row, target=new(size, dtype=torch.int32),
             key=new(size, dtype=torch.int32 if by_target else torch.uint8),  # sorted in four passes, or in one
         )  # fmt: skip
-        self.launch(ordering.sort_keys, 1, BY_TARGET=by_target, BLOCK=8192, num_warps=16)
+        self.launch(rows.sort_keys, 1, BY_TARGET=by_target, BLOCK=8192, num_warps=16)
         if self.o.check:
             check_range(opts, in_range)
         self.key, self.order = torch.sort(self.known["key"], stable=True)
@@ -107,7 +107,7 @@ class Pass:
             given |= dict(upstream=upstream, upstream_stride=upstream.stride(0))
         if s.reduction != "mean":
             given["denominator"] = None
-        self.launch(ordering.fill_rows, ceil(size, BLOCK), **given)
+        self.launch(rows.fill_rows, ceil(size, BLOCK), **given)
 
     def results(self, stats: bool) -> tuple[Tensor, HeadStats | None]:
         """The loss as the call returns it, and its statistics, if `stats`."""
@@ -145,7 +145,7 @@ class Pass:
         sums, new, weight = self.memory["frequent_sums"], self.key.new_zeros, self.opts.local_class_weight
         slot = torch.full((self.opts.vocab,), -1, dtype=torch.int16, device=self.key.device)
         self.known |= dict(frequent=new(len(sums)), place=new(len(sums)), slot=slot, frequent_number=new(()))
-        self.launch(ordering.find_frequent, 1, most=len(sums), LEAST=LEAST, BINS=128, BLOCK=8192, num_warps=16)
+        self.launch(rows.find_frequent, 1, most=len(sums), LEAST=LEAST, BINS=128, BLOCK=8192, num_warps=16)
         if even_sum is None:
             sums.zero_()
         else:
@@ -160,19 +160,25 @@ class Pass:
         descriptor = matrix is not None and self.tma and aligned(matrix)
         return TensorDescriptor.from_tensor(matrix, [height, width]) if descriptor else matrix
 
-    def logits(self, z: Tensor | None, first: int = 0, *, gradient: bool = False, redo: bool = False) -> None:
-        """z ← exponentials or gradients (`gradient`) of the logits of the columns from `first` on; None: sums alone."""
+    def logits(
+        self, z: Tensor | None, first: int = 0, *, gradient: bool = False, redo: bool = False, every: int = 1
+    ) -> None:
+        """z ← exponentials or gradients (`gradient`) of the logits of the columns from `first` on; None: sums alone,
+        over one of `every` columns."""
         o, known, t, x = self.o, self.known, self.tiles, self.x[self.above :]
-        splits, vocab = 1 if gradient else self.splits, o.opts.vocab
+        w, bias, vocab = o.w[::every], None if o.b is None else o.b[::every].contiguous(), ceil(o.opts.vocab, every)
+        splits = 1 if gradient else min(self.splits, ceil(vocab, t.n))
         flags = logits.Flags(gradient, redo, known["PRECISE"], known["EVEN_SHARE"], vocab % t.n != 0)
-        group = max(1, CACHED // (t.m * self.hidden * o.w.element_size()))
-        given = dict(first=first, held=vocab if z is None else z.shape[1], group=group, splits=splits, FLAGS=flags)
+        group = max(1, CACHED // (t.m * self.hidden * w.element_size()))
+        given = dict(bias=bias, vocab=vocab, first=first, held=vocab if z is None else z.shape[1], group=group)
+        given |= dict(splits=splits, FLAGS=flags)
         grid = o.device.units if gradient else ceil(self.size, t.m) * splits
-        if hopper is not None and self.tma and aligned(o.w) and o.w.element_size() == 2:
-            operands = dict(x=boxes(x, 64), w=boxes(o.w, t.n), z=boxes(z, 64))
-            self.launch(hopper.logits, grid, **operands, **given, S=STAGES, num_warps=4)
+        if hopper is not None and self.tma and aligned(w) and w.element_size() == 2:
+            operands = dict(x=boxes(x, 64), w=boxes(w, t.n), z=boxes(z, 64))
+            marks = None if z is None else known["marks"]
+            self.launch(hopper.logits, grid, **operands, marks=marks, **given, S=STAGES, num_warps=4)
         else:
-            tiles = dict(x=self._tile(x, t.m, t.k), w=self._tile(o.w, t.n, t.k), z=self._tile(z, t.m, t.n))
+            tiles = dict(x=self._tile(x, t.m, t.k), w=self._tile(w, t.n, t.k), z=self._tile(z, t.m, t.n))
             self.launch(logits.logits, grid, **tiles, **given, num_warps=t.warps, num_stages=t.stages)
 
     def products(self, z: Tensor, first: int, even_sum: Tensor | None = None) -> None:
@@ -224,9 +230,9 @@ def aligned(matrix: Tensor) -> bool:
     return matrix.stride(1) == 1 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
 
 
-def boxes(matrix: Tensor | None, height: int) -> Any:
-    """A descriptor of so many rows and 128 bytes of columns, as `hopper` takes them."""
+def boxes(matrix: Tensor | None, height: int, across: int = 128) -> Any:
+    """A descriptor of boxes of so many rows and so many bytes of columns, as `hopper` and `tail` take them."""
     if matrix is None:
         return None
-    box = [height, 128 // matrix.element_size()]
-    return Boxes.from_tensor(matrix, box, NVMMASharedLayout(128, 8 * matrix.element_size(), 2))
+    size = matrix.element_size()
+    return Boxes.from_tensor(matrix, [height, across // size], NVMMASharedLayout(across, 8 * size, 2))

@@ -131,11 +131,7 @@ def bytes_needed(shape: Shape, plan: Plan, early: bool) -> int:
     loose = TOKEN_BYTES * shape.tokens + CLASS_BYTES * shape.vocab * shape.dw + 24 * shape.hidden + shape.copies
     if shape.ranks:  # four statistics of a chunk's tokens, from each rank
         loose += 16 * (1 + shape.ranks) * plan.capacity
-    return layout_bytes(layout(shape, plan, early)) + loose + SLACK
-
-
-def layout_bytes(buffers: dict[str, Buffer]) -> int:
-    return sum(b.nbytes for b in buffers.values())
+    return sum(b.nbytes for b in layout(shape, plan, early).values()) + loose + SLACK
 
 
 def copies(tensors: Tensors, compute: torch.dtype, rows: int) -> int:

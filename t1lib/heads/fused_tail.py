@@ -8,16 +8,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from triton import next_power_of_2
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Boxes
 
 from t1lib.heads.fused import Operands
-from t1lib.heads.fused_launch import CACHED, Pass, boxes, sum_rows
-from t1lib.heads.fused_plan import DEFAULT_WORKSPACE, FREQUENT, SLACK, TOKEN_BYTES, Buffer, Plan, Shape
-
-from t1lib.heads.fused_plan import ceil, layout_bytes, up  # isort: skip
+from t1lib.heads.fused_launch import STAGES, Pass, boxes, sum_rows
+from t1lib.heads.fused_plan import DEFAULT_WORKSPACE, FREQUENT, SLACK, TOKEN_BYTES, Buffer, Plan, Shape, ceil, up
 from t1lib.heads.fused_run import Gradients, InputGradient, targets
-from t1lib.heads.kernels import hopper, large, logits, rows, tail
+from t1lib.heads.kernels import large, rows, tail
 from t1lib.heads.kernels.large import SLOTS
 from t1lib.heads.options import need_workspace
 
@@ -26,7 +22,6 @@ BLOCK = 256  # tokens of a tile of dE
 SPLITS = 64  # the most ranges of the vocabulary in which exponentials are made
 PARTS = 8  # the most partial sums of dE
 RANGES = 8  # the most ranges of classes in which dE is made: each takes a launch, and a copy of its part of the weight
-STAGES = 4
 UNIT = 4  # steps that a tile's results take, measured on an H100 as the two below
 LAUNCH = 30
 COPY = 1.3e-6  # steps per element of the weight
@@ -87,8 +82,8 @@ def cost(shape: Shape, found: Plan, ranges: int, units: int) -> float:
 
 
 def bytes_needed(shape: Shape, found: Plan) -> int:
-    loose = (TOKEN_BYTES * shape.tokens + 10 * shape.vocab + 24 * shape.hidden) + shape.copies
-    return layout_bytes(layout(shape, found)) + LARGE_BYTES * found.capacity + loose + SLACK
+    loose = TOKEN_BYTES * shape.tokens + 10 * shape.vocab + 24 * shape.hidden + shape.copies + SLACK
+    return sum(b.nbytes for b in layout(shape, found).values()) + LARGE_BYTES * found.capacity + loose
 
 
 class Tail(Pass):
@@ -99,48 +94,30 @@ class Tail(Pass):
     def __init__(self, o: Operands) -> None:
         found = plan(o.shape, o.opts.settings.workspace, o.device.units)
         super().__init__(o, "early", own=(found, layout(o.shape, found)))
-        m = self.memory
-        self.z = m["z"].view(torch.float8_e4m3fn)
-        self.known |= dict(large=m["large"], excess=m["excess"], count=m["count"], width=m["z"].shape[1], columns=None)
+        self.z = self.memory["z"].view(torch.float8_e4m3fn)
+        self.known |= dict(width=self.z.shape[1], columns=None)
         self.gain_w = gain_of(torch.linalg.vector_norm(o.w, torch.inf)) if o.needs[0] else None
-
-    def sample(self) -> None:
-        """offset ← a guess from some of the columns."""
-        o, t, every = self.o, self.tiles, max(1, min(SAMPLE, self.opts.vocab // 1024))
-        w = o.w[::every]
-        splits = max(1, min(self.splits, ceil(len(w), t.n)))
-        flags = logits.Flags(False, False, self.known["PRECISE"], False, len(w) % t.n != 0)
-        group = max(1, CACHED // (t.m * self.hidden * 2))
-        self.launch(
-            hopper.logits, ceil(self.size, t.m) * splits, x=boxes(self.x, 64), w=boxes(w, t.n), z=None, marks=None,
-            bias=None if o.b is None else o.b[::every].contiguous(), vocab=len(w), held=len(w), first=0, group=group,
-            splits=splits, FLAGS=flags, S=4, num_warps=4,
-        )  # fmt: skip
-        self.offsets(splits, every)
-        self.memory["flag"].zero_()
 
     def offsets(self, splits: int, every: int) -> None:
         given = dict(splits=splits, every=every, SPLITS=next_power_of_2(splits), GUESS=every > 0)
         self.launch(large.offsets, self.size, **given)
 
-    def find(self, redo: bool) -> None:
-        self.launch(large.find, self.size, z=self.memory["z"], BLOCK=1024, TILES=8, REDO=redo)
-
     def exponentials(self) -> None:
         """z, and the tokens' statistics."""
-        self.sample()
+        every = max(1, min(SAMPLE, self.opts.vocab // 1024))  # a guess from some of the columns
+        self.logits(None, every=every)
+        self.offsets(min(self.splits, ceil(ceil(self.opts.vocab, every), self.tiles.n)), every)
+        self.memory["flag"].zero_()
         self.logits(self.z)
-        self.find(redo=False)
+        self.launch(large.find, self.size, TILES=8, REDO=False)
         for _ in range(2):  # rows whose offset was wrong: after an overflow it is only near the right one
             self.offsets(self.splits, 0)
             self.logits(self.z, redo=True)
-            self.find(redo=True)
+            self.launch(large.find, self.size, TILES=8, REDO=True)
             self.memory["flag"].zero_()
         self.launch(rows.finish_rows, self.size, splits=self.splits, SPLITS=next_power_of_2(self.splits))
-        y = self.memory["packed_target"]
-        place = (y & ~14) | ((y >> 2) & 2) | ((y & 6) << 1)  # `tail.place_of`; −1 stays negative
-        z = self.memory["z"]
-        self.launch(rows.scale_rows, self.size, z=z, packed_target=torch.where(y < 0, y, place))
+        # −1 stays −1
+        self.launch(rows.scale_rows, self.size, packed_target=tail.place_of.fn(self.memory["packed_target"]))
 
     def input_gradient(self) -> None:
         w8, hidden, vocab = self.memory["w8"], self.hidden, self.opts.vocab
@@ -148,11 +125,11 @@ class Tail(Pass):
             count = min(len(w8), vocab - first)
             if self.start == 0 or len(w8) < vocab:
                 grid = ceil(up(count, 16), 32), ceil(hidden, 128)
-                given = dict(w8=w8, gain=self.gain_w, first=first, count=up(count, 16), w8_stride=w8.stride(0))
-                self.launch(tail.narrow_weight, *grid, **given, HEIGHT=32, BLOCK=128, num_warps=4)
+                given = dict(gain=self.gain_w, first=first, count=up(count, 16), HEIGHT=32, BLOCK=128)
+                self.launch(tail.narrow_weight, *grid, **given, num_warps=4)
             self.products(
-                pairs(w8[: up(count, 16)]), box(self.z, 256, 128), self.memory["de"], self.gain_w, first=first,
-                columns=count, height=self.plan.capacity, BY_ROW=True, ADD=first > 0, parts=self.plan.parts,
+                w8[: up(count, 16)], self.z, self.memory["de"], self.gain_w, first=first, columns=count,
+                height=self.plan.capacity, BY_ROW=True, ADD=first > 0, parts=self.plan.parts,
             )  # fmt: skip
 
     def weight_gradient(self) -> None:
@@ -160,17 +137,16 @@ class Tail(Pass):
         top = torch.linalg.vector_norm(self.x[: self.size], torch.inf, dim=1)
         gain = gain_of((top * scale).abs().amax())
         grid = ceil(self.plan.capacity, 64), ceil(len(x8), 64)
-        self.launch(tail.narrow_hidden, *grid, x8=x8, x8_stride=x8.stride(0), gain=gain, M=64, BLOCK=64, num_warps=4)
+        self.launch(tail.narrow_hidden, *grid, gain=gain, M=64, BLOCK=64, num_warps=4)
         self.products(
-            pairs(self.memory["z"]), box(x8.view(torch.float8_e4m3fn), 256, 128), self.dw, gain, first=0, columns=0,
+            self.memory["z"], x8.view(torch.float8_e4m3fn), self.dw, gain, first=0, columns=0,
             height=self.opts.vocab, BY_ROW=False, ADD=self.start > 0, parts=1,
         )  # fmt: skip
 
-    def products(self, a, b, out: Tensor, gain: Tensor, **given) -> None:
-        self.launch(
-            tail.products, self.o.device.units, a=a, b=b, out=out, gain=gain, stride=out.stride(0), S=STAGES,
-            num_warps=4, **given,
-        )  # fmt: skip
+    def products(self, a: Tensor, b: Tensor, out: Tensor, gain: Tensor, **given) -> None:
+        """a: bytes, two of which are one number to the kernel; b: e4m3"""
+        given |= dict(a=boxes(a.view(torch.int16), 128, 64), b=boxes(b, 256), out=out, stride=out.stride(0), gain=gain)
+        self.launch(tail.products, self.o.device.units, S=STAGES, num_warps=4, **given)
 
     def large_entries(self) -> None:
         size, found = self.size, self.memory["large"]
@@ -213,13 +189,3 @@ def gradients(o: Operands) -> tuple[Tail, Gradients]:
 def gain_of(top: Tensor) -> Tensor:
     """What makes the largest number 448; no infinity from zeros."""
     return tail.LARGEST.value / top.float().clamp(min=1e-30)
-
-
-def box(matrix: Tensor, height: int, width: int, swizzle: int = 128):
-    bits = matrix.element_size() * 8
-    return Boxes.from_tensor(matrix, [height, width], NVMMASharedLayout(swizzle, bits, 2))
-
-
-def pairs(matrix: Tensor):
-    """Boxes of 128 rows and 64 columns of bytes, two of which are one number."""
-    return box(matrix.view(torch.int16), 128, 32, 64)

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from t1lib.errors import T1Error, choose, require, shown
 from t1lib.heads.chunked import chunked
@@ -46,9 +45,9 @@ class Shards(NamedTuple):
 
 
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, group: ProcessGroup | DeviceMesh | None = None,
-    vocabulary: int | None = None, sequence_parallel: bool = False, head: str = "fused",
-    linear_bias: Tensor | None = None, weight: Tensor | None = None, token_weight: Tensor | None = None, **options: Any,
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, group: ProcessGroup, vocabulary: int | None = None,
+    sequence_parallel: bool = False, head: str = "fused", linear_bias: Tensor | None = None,
+    weight: Tensor | None = None, token_weight: Tensor | None = None, **options: Any,
 ) -> Tensor | tuple[Tensor, HeadStats]:  # fmt: skip
     """`t1lib.heads.linear_cross_entropy` for a vocabulary-parallel layer: each rank of `group` holds some weight rows.
     Arguments and results are the same, with head "chunked" (by sequence) or "fused", except for:
@@ -56,10 +55,9 @@ def linear_cross_entropy(
     input, target       the same on every rank; targets are indices into the whole vocabulary
     sequence_parallel   if True, input, target and token_weight hold each rank's own tokens, the same number on every
                         rank, in rank order; so do per-token losses, statistics and dE. "mean" and "sum" are over all
-    linear_weight       (rows, D): the rank's classes, one at least, which follow those of the lower ranks; or a DTensor
-                        with dimension 0 sharded over a one-dimensional mesh, whose gradient is a DTensor, too
-    linear_bias         (rows), or such a DTensor
-    group               ProcessGroup or one-dimensional DeviceMesh; None: the mesh of the DTensor
+    linear_weight       (rows, D): the rank's classes, one at least, which follow those of the lower ranks. Of a DTensor
+                        that is sharded by rows, pass `to_local()`, whose gradient reaches it
+    linear_bias         (rows)
     vocabulary          V, to check the shards against; None: V is the sum of their rows
     weight              (V), the same on every rank
     workspace           per rank; the hidden states gathered under sequence_parallel are not counted
@@ -69,10 +67,12 @@ def linear_cross_entropy(
     that a rank makes a call (by shapes, dtypes and options), the ranks compare it: `T1Error` on every rank if it
     differs, or for anything not allowed. Later a rank that differs waits for the backend's timeout. Source:
     Megatron-LM (Shoeybi et al. 2019, section 3)."""
-    group = _group_of(group, linear_weight)
+    ready = dist.is_available() and dist.is_initialized()
+    require(ready, "torch.distributed is not initialised; call torch.distributed.init_process_group first")
+    kind = type(group).__name__
+    require(isinstance(group, ProcessGroup), f"group must be a ProcessGroup, as `mesh.get_group()` is, got {kind}")
     device = linear_weight.device if isinstance(linear_weight, Tensor) else torch.device("cpu")
     called: dict[str, Any] = {"head": head, "vocabulary": vocabulary, "sequence_parallel": sequence_parallel}
-    called["the DTensor"] = linear_weight.shape[0] if isinstance(linear_weight, DTensor) else None
     error, rows = None, 0
     try:
         require_backend(group, device.type)
@@ -80,7 +80,9 @@ def linear_cross_entropy(
         own_options(head, HEADS[choose("head", head, HEADS)], own)
         require(own.get("by", "sequence") == "sequence", 'head "chunked" takes by="sequence" under a group')
         settings = check_settings(Settings(**{name: options[name] for name in SETTINGS & set(options)}))
-        w, b = _local(group, linear_weight, "linear_weight"), _local(group, linear_bias, "linear_bias")
+        w, b = linear_weight, linear_bias
+        whole = isinstance(w, DTensor) or isinstance(b, DTensor)
+        require(not whole, "linear_weight or linear_bias is a DTensor; pass its to_local(), and vocabulary=")
         tensors = Tensors(input, w, target, b, weight, token_weight)
         check_tensors(tensors, head)
         require(w.dim() == 2 and len(w) > 0, f"linear_weight must have shape (rows, D), got {tuple(w.shape)}")
@@ -114,7 +116,7 @@ def _agree(group: ProcessGroup, called: dict[str, Any], error: str | None, rows:
     if len({repr(f) for f in facts}) > 1:
         raise T1Error(f"{difference(facts)}; {SAME}")
     summed = f"the ranks hold {shown(held)}, together {sum(held)}, rows of linear_weight"
-    for name in ("vocabulary", "the DTensor", "class weights"):
+    for name in ("vocabulary", "class weights"):
         fits = called[name] is None or called[name] == sum(held)
         require(fits, f"{summed}, but there are {called[name]!r} classes by {name}")
     if len(known) >= MOST:
@@ -138,29 +140,6 @@ def require_backend(group: ProcessGroup, device: str) -> None:
         use = {"cpu": "gloo", "cuda": "nccl"}.get(device, "one that serves it")
         found = ", ".join(f"{b} for {d}" for d, b in backends.items())
         raise T1Error(f"tensors are on {device}, but the group's backend is {found}; use {use} for {device}")
-
-
-def _group_of(group: ProcessGroup | DeviceMesh | None, linear_weight: Tensor) -> ProcessGroup:
-    ready = dist.is_available() and dist.is_initialized()
-    require(ready, "torch.distributed is not initialised; call torch.distributed.init_process_group first")
-    if group is None and isinstance(linear_weight, DTensor):
-        group = linear_weight.device_mesh
-    if isinstance(group, DeviceMesh):
-        require(group.ndim == 1, f"group must be a one-dimensional DeviceMesh, got {group.ndim} dimensions")
-        group = group.get_group()
-    kinds = "a ProcessGroup or a one-dimensional DeviceMesh"
-    require(isinstance(group, ProcessGroup), f"group must be {kinds}, got {type(group).__name__}")
-    return group
-
-
-def _local(group: ProcessGroup, tensor: Tensor | None, name: str) -> Tensor | None:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
-    same = mesh.ndim == 1 and mesh.get_group() == group
-    require(same, f"{name} must be sharded on a one-dimensional mesh, and group be that mesh or its group")
-    require(placements == (Shard(0),), f"{name} must be sharded on dimension 0, (Shard(dim=0),), got {placements}")
-    return tensor.to_local()
 
 
 def _described(value: Any, name: str) -> Any:

@@ -96,11 +96,7 @@ def own_rows(rows: tuple[int, ...]) -> slice:
 
 
 def expected(
-    p: Problem,
-    rows: tuple[int, ...],
-    dtype: torch.dtype = torch.float64,
-    sequence_parallel: bool = False,
-    **kwargs: Any,
+    p: Problem, rows: tuple[int, ...], dtype=torch.float64, sequence_parallel: bool = False, **kwargs: Any
 ) -> dict[str, Tensor]:
     """What this process should compute: the result of head `full` in `dtype` with the whole weight."""
     rest = {k: v for k, v in kwargs.items() if k not in ("head", "chunks", "accumulate", "workspace")}

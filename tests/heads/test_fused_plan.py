@@ -1,11 +1,13 @@
 """The planner of head `fused`: budgets, layouts and shared plans, at real sizes, without a device."""
 
 import random
+from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
 import torch
+from head_cases import least_of
 from refusals import refused
 
 from t1lib.heads.fused_plan import TILES, Device, Shape, bytes_needed, device_of, early_from, layout, plan
@@ -27,10 +29,6 @@ def shape_of(name: str, compute: torch.dtype = torch.bfloat16, **other) -> Shape
     return Shape(*SHAPES[name], compute, **{"de": True, "dw": True, **other})
 
 
-def least(kind: str, shape: Shape, device: Device) -> int:
-    return int(refused(lambda: plan(kind, shape, 0, device)).split("works is ")[1].split()[0])
-
-
 def keeps(kind: str, shape: Shape, budget: int, device: Device) -> None:
     """Assert that a plan keeps to its budget and covers every token once."""
     found = plan(kind, shape, budget, device)
@@ -50,7 +48,7 @@ def test_every_budget_from_the_least_on_is_kept(kind):
         for other in OTHERS:
             for device in (HOPPER, INTERPRETER):
                 shape = shape_of(name, **other)
-                smallest = least(kind, shape, device)
+                smallest = least_of(partial(plan, kind, shape, device=device))
                 for budget in (smallest, smallest + 9 * MIB, smallest + 2**33):
                     keeps(kind, shape, budget, device)
         for compute in (torch.bfloat16, torch.float32):  # from this limit on, the forward makes the gradients
@@ -61,7 +59,7 @@ def test_every_budget_from_the_least_on_is_kept(kind):
         compute, ranks = draw.choice([torch.bfloat16, torch.float32]), draw.choice([0, 2])
         shape = Shape(n, v, d, compute, kind == "loss" or draw.random() < 0.8, True, 0, ranks)
         device = draw.choice([HOPPER, Device("other", 80), INTERPRETER])
-        smallest = least(kind, shape, device)
+        smallest = least_of(partial(plan, kind, shape, device=device))
         for budget in (smallest, *(int(smallest * 2 ** draw.uniform(0, 3)) for _ in range(6))):
             keeps(kind, shape, budget, device)
 
@@ -92,6 +90,7 @@ def test_chunks_are_as_many_as_asked_for_fewer_with_more_memory_and_the_same_for
     for chunks in (3, 10**6):
         found = plan(kind, shape_of("small"), None, HOPPER, chunks)
         assert found.chunks == min(chunks, 16) and len(list(found.bounds(2048, 128))) == found.chunks
+    refused(lambda: plan(kind, shape_of("small"), MIB, HOPPER, 1), "the least that works")
 
 
 @pytest.mark.parametrize("hip, kind", [(None, "hopper"), ("6.4", "other")])

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from head_cases import CHUNKED, REDUCTIONS, Recorder, assert_close, assert_compiles, least_of, options, problem, run
-from head_cases import HEADS as TRIED
 from refusals import refused
-from test_heads_agree import TORCH
+from test_heads_agree import HEADS, TORCH
 
 from t1lib.errors import UnavailableError
 from t1lib.heads import linear_cross_entropy, next_token_targets, parse_bytes
@@ -46,7 +45,7 @@ BAD = {
     "chunks": ({"head": "chunked", "chunks": 0}, "chunks must be an int >= 1, got 0"),
     "chunks and workspace": ({"head": "chunked", "chunks": 2, "workspace": "1GiB"}, "chunks or workspace, not both"),
     "chunked filter": ({"head": "chunked", "filter_eps": 0.1}, "has no filter_eps; heads that take it: full, fused"),
-    "torch smoothing": ({"head": "torch", "label_smoothing": 0.1}, "has no label_smoothing with chunked=True"),
+    "torch smoothing": ({"head": "torch", "label_smoothing": 0.1}, "has no label_smoothing; heads that take it"),
     "torch softcap": ({"head": "torch", "softcap": 1.0}, "has no softcap; heads that"),
 }
 
@@ -98,7 +97,7 @@ def test_full_checks_its_workspace():
     assert_close(run("full", p, workspace=need), run("full", p), 0.0)
 
 
-@pytest.mark.parametrize("head, own", [("full", {}), ("chunked", {}), TORCH[0]])
+@pytest.mark.parametrize("head, own", [("full", {}), ("chunked", {}), TORCH])
 def test_autocast_casts_as_linear_does(head, own):
     want = run(head, GOOD.to(torch.bfloat16), **own)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -107,7 +106,7 @@ def test_autocast_casts_as_linear_does(head, own):
     assert_close(got, want, 0.0)
 
 
-@pytest.mark.parametrize("head, own", TRIED)
+@pytest.mark.parametrize("head, own", HEADS)
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_statistics(head, own, name, dtype=torch.float64):
     p = problem(36, V, D, dtype=dtype)
@@ -159,7 +158,7 @@ def test_number_of_products():
         assert len(seen.products) == products
 
 
-@pytest.mark.parametrize("head, own", [*TRIED[1:], pytest.param(*TRIED[0], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head, own", [*HEADS[1:], pytest.param(*HEADS[0], marks=pytest.mark.slow)])
 def test_compiled(head, own):
     p = problem(20, V, 8, dtype=torch.float32)
 
@@ -171,7 +170,7 @@ def test_compiled(head, own):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("head, own", [*TRIED[1:], *TORCH])
+@pytest.mark.parametrize("head, own", [*HEADS[1:], TORCH])
 def test_second_backwards_are_right_or_refused_as_are_derivatives(head, own, reduction, dtype=torch.float64):
     p = problem(8, 40, 3, dtype=dtype)
     e = p.e.requires_grad_()
@@ -179,14 +178,13 @@ def test_second_backwards_are_right_or_refused_as_are_derivatives(head, own, red
     ones = torch.ones_like(loss)
     (first,) = torch.autograd.grad(loss, e, ones, retain_graph=True)
     kept = first.clone()
-    if "by" in own or (head != "torch" and reduction == "none") or own.get("chunked") is False:
+    if "by" in own or (head != "torch" and reduction == "none"):
         assert torch.equal(torch.autograd.grad(loss, e, ones)[0], kept)
     else:
         refused(lambda: torch.autograd.grad(loss, e, ones), "second backward")
     assert torch.equal(first, kept)
-    if own.get("chunked") is not False:
-        loss = linear_cross_entropy(e, p.w, p.target, head=head, reduction=reduction, **own).sum()
-        refused(lambda: torch.autograd.grad(loss, e, create_graph=True), "no second derivative")
+    loss = linear_cross_entropy(e, p.w, p.target, head=head, reduction=reduction, **own).sum()
+    refused(lambda: torch.autograd.grad(loss, e, create_graph=True), "no second derivative")
 
 
 @pytest.mark.parametrize("head", ["chunked", "fused", "torch"])
@@ -205,7 +203,7 @@ def test_transforms_are_for_head_full(head):
         refused(call, f'head "{head}" has no forward-mode derivative')
 
 
-@pytest.mark.parametrize("head, own", [*TRIED, *TORCH])
+@pytest.mark.parametrize("head, own", [*HEADS, TORCH])
 def test_losses_may_be_changed_in_place(head, own):
     p = problem(8, 40, 3)
     losses = linear_cross_entropy(p.e.requires_grad_(), p.w, p.target, head=head, reduction="none", **own)
@@ -215,7 +213,7 @@ def test_losses_may_be_changed_in_place(head, own):
     assert torch.equal(torch.autograd.grad(losses.sum(), p.e)[0], want)
 
 
-@pytest.mark.parametrize("head, own", TRIED)
+@pytest.mark.parametrize("head, own", HEADS)
 def test_what_saved_tensors_keep_of_changed_arguments_counts(head, own):
     """Within this block PyTorch keeps a copy of what is changed, in place of refusing the backward."""
     p = problem(8, 40, 3)

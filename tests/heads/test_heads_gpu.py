@@ -33,6 +33,11 @@ def test_error_is_at_most_that_of_full(head, own, reduction, name, dtype):
     agree.test_sixteen_bit_error_is_that_of_full(own, dtype, name, reduction, head, shape, ones, "cuda")
 
 
+@pytest.mark.parametrize("head, first", [(head, first) for head in ("chunked", "fused") for first in range(0, 120, 10)])
+def test_calls_drawn_by_chance(head, first):
+    agree.test_calls_drawn_by_chance(first, head, (3000, 60000, 1500), "cuda")
+
+
 @plain_or_all
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_kernels_for_any_gpu(name, reduction, monkeypatch):
@@ -60,17 +65,6 @@ def test_weight_gradient_is_as_exact_as_fulls_at_any_number_of_chunks(chunks):
     exact = run("full", p.to(torch.float64), one.double())[2]
     full, got = (run(head, p, one, **own)[2].double() for head, own in (("full", {}), ("fused", {"chunks": chunks})))
     assert (got - exact).norm() <= 1.05 * (full - exact).norm()
-
-
-@pytest.mark.parametrize("softcap", [20.0, 50.0, 1e4, 1e8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_softcap_of_any_size(softcap, dtype):
-    p = problem(300, 9000, 64, dtype=dtype, bias=False, device="cuda")
-    one = torch.ones((), device="cuda")
-    exact = run("full", p.to(torch.float64), one.double(), softcap=softcap)
-    got = run("fused", p, one, softcap=softcap)
-    for g, x, bound in zip(got, exact, (3e-6, *2 * (3e-6 if dtype == torch.float32 else 6e-3,)), strict=True):
-        assert (g.double() - x).norm() <= bound * x.norm()
 
 
 def test_offsets_beyond_32_bits():
@@ -125,7 +119,7 @@ def test_the_host_never_waits_and_fused_gives_the_same_bits(head, own, name, red
         second = run(head, p, upstream, **kwargs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert head != "fused" or all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert head != "fused" or all(map(torch.equal, first, second))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -156,7 +150,7 @@ def test_four_threads_at_once():
         every = list(pool.map(work, problems))
     for p, found in zip(problems, every, strict=True):
         alone = run("fused", p)
-        assert all(torch.equal(a, b) for one in found for a, b in zip(one, alone, strict=True))
+        assert all(all(map(torch.equal, one, alone)) for one in found)
 
 
 def test_is_captured_in_a_graph():

@@ -174,7 +174,7 @@ def _multiply(it, steps, a, b, full, empty, HALF: gl.constexpr, S: gl.constexpr)
             mbarrier.arrive(empty.index(s), count=1)
             c3 += p3
         it += 1
-    return c0, c1, c2, c3, it
+    return (c0, c1, c2, c3), it
 
 
 @gluon.jit
@@ -229,20 +229,15 @@ def _multiply_tiles(
             place = gl.load(slot + classes, mask=classes < height, other=-1)
             apart = (place, gl.max(place.to(gl.int32), 0) >= 0, frequent_sums, frequent_sums_stride)
         if width - column > 128:
-            c0, c1, c2, c3, it = _multiply(it, end - begin, a, ring[2], ring[3], ring[4], False, S)
+            sums, it = _multiply(it, end - begin, a, ring[2], ring[3], ring[4], False, S)
         else:
-            c0, c1, c2, c3, it = _multiply(it, end - begin, a, ring[2], ring[3], ring[4], True, S)
-        if BY_ROW:
-            to = out + part.to(gl.int64) * height * stride
-            _put_input(to, c0, row, column, height, hidden, stride, unit, ADD)
-            _put_input(to, c1, row, column + 64, height, hidden, stride, unit, ADD)
-            _put_input(to, c2, row, column + 128, height, hidden, stride, unit, ADD)
-            _put_input(to, c3, row, column + 192, height, hidden, stride, unit, ADD)
-        else:
-            _put_weight(out, c0, row, column, height, hidden, stride, unit, apart, ADD)
-            _put_weight(out, c1, row, column + 64, height, hidden, stride, unit, apart, ADD)
-            _put_weight(out, c2, row, column + 128, height, hidden, stride, unit, apart, ADD)
-            _put_weight(out, c3, row, column + 192, height, hidden, stride, unit, apart, ADD)
+            sums, it = _multiply(it, end - begin, a, ring[2], ring[3], ring[4], True, S)
+        for j in gl.static_range(4):
+            if BY_ROW:
+                to = out + part.to(gl.int64) * height * stride
+                _put_input(to, sums[j], row, column + 64 * j, height, hidden, stride, unit, ADD)
+            else:
+                _put_weight(out, sums[j], row, column + 64 * j, height, hidden, stride, unit, apart, ADD)
 
 
 @gluon.jit(do_not_specialize=(*tiles.VARYING, "columns"))
