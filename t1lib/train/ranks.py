@@ -1,14 +1,11 @@
 """The processes of a run: how they find each other, exchange data and errors, and end together."""
 
-import atexit
 import itertools
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +14,6 @@ from torch import Tensor
 from torch.distributed import Store
 
 from t1lib.errors import T1Error
-from t1lib.files import remove
 from t1lib.heads.parallel import SAME, difference
 
 EXIT_LOST = 1
@@ -93,15 +89,11 @@ def join(cuda: bool) -> Store:
     """Create the process group of what torchrun started, or one of this process alone; for tensors on GPUs with `cuda`,
     and for metadata in host memory in any case. Returns its store. Raises `T1Error` if the launcher's variables are
     incomplete."""
-    size, rank = launched(), 0
+    size, rank, store = launched(), 0, dist.HashStore()
     on_one_host = size in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if on_one_host else ():
         os.environ.setdefault(name, "lo")  # the host's name may not resolve
-    if size == 1:  # a file instead of the network
-        folder = Path(tempfile.mkdtemp())
-        atexit.register(remove, folder)
-        store: Store = dist.FileStore(str(folder / "store"), 1)
-    else:
+    if size > 1:
         try:
             store, rank, size = next(dist.rendezvous("env://"))
             store = dist.PrefixStore(f"t1/{next(_JOINED)}", store)  # an earlier group left its keys

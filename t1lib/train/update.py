@@ -185,8 +185,8 @@ def check_state(weight: Tensor, keys: Collection[str], saved: State, name: str) 
     foreign = saved.keys() - keys - {"master", "step"}
     require(not foreign, f"the state of {name} has {', '.join(sorted(foreign))}: it is another optimizer's")
     needed = (keys | ({"step"} if "exp_avg" in keys else set())) - {"low", "master"}
-    lacking = needed - saved.keys() if saved else set()
-    require(not lacking, f"the state of {name} lacks {', '.join(sorted(lacking))}")
+    lacking = needed - saved.keys()
+    require(not (saved and lacking), f"the state of {name} lacks {', '.join(sorted(lacking))}")
     for key in (keys | {"master"}) & saved.keys():
         shape = tuple(getattr(saved[key], "shape", ()))
         require(shape == tuple(weight.shape), f"{key} of {name} has shape {shape}; allowed: {tuple(weight.shape)}")
