@@ -1,8 +1,8 @@
 """Mode `fsdp`: PyTorch's FSDP2 in any number of processes, with or without CPU offload.
 
 Every process holds and updates its shard of parameters, gradients and optimizer state, on the host or on its device.
-FSDP all-gathers a layer's weights on the device before the layer runs, and frees them afterwards. Layers are recomputed
-in the backward, as in mode `ckpt`. In one process with offload, this is the usual alternative on one GPU.
+Layers are recomputed in the backward, as in mode `ckpt`. In one process with offload, this is the usual alternative on
+one GPU.
 """
 
 import hashlib
