@@ -3,6 +3,7 @@
 import itertools
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -89,11 +90,14 @@ def join(cuda: bool) -> Store:
     """Create the process group of what torchrun started, or one of this process alone; for tensors on GPUs with `cuda`,
     and for metadata in host memory in any case. Returns its store. Raises `T1Error` if the launcher's variables are
     incomplete."""
-    size, rank, store = launched(), 0, dist.HashStore()
+    size, rank = launched(), 0
     on_one_host = size in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if on_one_host else ():
         os.environ.setdefault(name, "lo")  # the host's name may not resolve
-    if size > 1:
+    if size == 1:  # a file instead of the network, which the store removes
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            store: Store = dist.FileStore(file.name, 1)
+    else:
         try:
             store, rank, size = next(dist.rendezvous("env://"))
             store = dist.PrefixStore(f"t1/{next(_JOINED)}", store)  # an earlier group left its keys

@@ -46,13 +46,10 @@ def cases(size: int, folder: Path) -> Cases:
     single = {"dtype": torch.float32, "vocab_size": 97}
     return found | {
         "everything, tied": partial(agrees, ragged(3), DOUBLE, {}, **every),
-        "everything, tied, no offload": partial(agrees, ragged(3), DOUBLE, {}, own=resident, **every),
         "AdamW": partial(agrees, even(), ADAM, {}, optimizer=OPTIMIZERS["adamw"], head="full"),
         "head fused, float32": partial(agrees, even(1, 2), SINGLE, single, own={"head": "fused"}, **plain),
         "clipped": partial(agrees, even(2), DOUBLE, {}, optimizer=LARGE, max_grad_norm=0.1, head="full"),
         "layers alone": partial(agrees, even(1), DOUBLE, partial(of_layers, dtype=torch.float64, **TWO), **plain),
-        # Gemma-2 computes its norms in float32, whatever the dtype
-        "another decoder": partial(agrees, even(1), SINGLE, partial(model, "gemma2"), **plain),
         "16 bits": sixteen_bits,
         "a gradient that is no number on one rank": no_number,
         "a full disk": partial(full_disk, folder / "full"),
