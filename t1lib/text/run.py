@@ -26,8 +26,8 @@ from t1lib.train import StepRecord
 from t1lib.train.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 from t1lib.train.ranks import ALONE, Ranks, together
 
-LEAST = dict.fromkeys(("steps", "batch", "seq", "micro_batch", "vocabulary"), 1)
-LEAST |= dict.fromkeys(("warmup", "checkpoint_every", "eval_every", "eval_rows", "report_every"), 0)
+LEAST = dict.fromkeys(("steps", "batch", "seq", "micro_batch", "vocabulary", "eval_rows"), 1)
+LEAST |= dict.fromkeys(("warmup", "checkpoint_every", "eval_every", "report_every"), 0)
 # Options that are given anew each time a run is resumed.
 SITTING = {"out", "resume", "export", "checkpoint_every", "eval_every", "eval_rows", "report_every"}
 HEADER = "step,loss,grad_norm,lr,tokens,tokens_per_s,wall_ms,device_gib,host_gib,held_out_loss"  # of metrics.csv
@@ -62,8 +62,6 @@ def _check(arguments: argparse.Namespace) -> dict[str, Any]:
         require(least is None or is_whole(value, least, 2**31), f"{said}; allowed: {least} or more, up to 2^31")
         require(value != "" or name == "limit", f"{said}; allowed: leave it out, or give it a value")
     require(abs(given.get("seed", 0)) < 2**32, f"--seed {shown(given.get('seed'))}; allowed: less than 2^32")
-    rows = given.get("eval_rows", 1) or given.get("eval_every") == 0
-    require(bool(rows), "--eval-rows 0; allowed: 1 or more, or --eval-every 0")
     model = given.get("model")
     require(bool(model or "resume" in given), "--model is missing; --resume with --out goes on without it")
     require(bool(model or "out" in given), "--resume without --model needs --out, the folder of the run")
@@ -111,9 +109,8 @@ def _draw(metrics: Path, path: Path) -> None:
     memory = frame["device_gib" if "device_gib" in frame else "host_gib"]
     with plt.rc_context(STYLE):
         figure, axes = subplots(2.4, 3)
-        frame[["loss", "running mean"]].plot(ax=axes[0], style=["0.75", "-"], ylabel="loss")
-        if "held_out_loss" in frame:
-            frame["held_out_loss"].plot(ax=axes[0], style="o", ms=3, label="held-out loss", legend=True)
+        losses = frame.filter(["loss", "running mean", "held_out_loss"]).rename(columns={"held_out_loss": "held out"})
+        losses.plot(ax=axes[0], style=["0.75", "-", "o"], ms=3, ylabel="loss")
         frame["tokens_per_s"].plot(ax=axes[1], ylim=(0, 1.1 * frame["tokens_per_s"].max()), ylabel="tokens / s")
         memory.plot(ax=axes[2], ylim=(0, 1.2 * memory.max()), ylabel=f"{memory.name.removesuffix('_gib')} memory (GiB)")
         figure.savefig(path)

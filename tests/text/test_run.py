@@ -290,7 +290,7 @@ def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
     [
         (["--steps", "0"], "--steps 0; allowed: 1 or more"),
         (["--seq", "9" * 400], "--seq 999"),
-        (["--eval-rows", "0"], "--eval-rows 0; allowed: 1 or more, or --eval-every 0"),
+        (["--eval-rows", "0"], "--eval-rows 0; allowed: 1 or more"),
         (["--device", "tpu"], "--device 'tpu'; allowed here: "),
         (["--data", ""], "--data ''; allowed: leave it out"),
         (["--out", "a\udcff"], "--out 'a\\udcff' holds characters"),
