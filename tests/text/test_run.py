@@ -276,8 +276,9 @@ def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
     file.write_text(file.read_text().replace('"lr": ', '"lr": 1'))
     for more in ([], ["--schedule", "constant", "--steps", "2"]):
         refused(f"{file} is damaged", a_run, *more, command=AGAIN)
-    for others, message in (({"device": "cuda:99"}, "cuda:99"), (None, "begun by another version")):
-        options = {"options": whole["options"] | others} if others else {}
+    other = "begun by another version"
+    for more, message in (({"device": "cuda:99"}, "cuda:99"), ({"option": 1}, other), (None, other)):
+        options = {"options": whole["options"] | more} if more else {}
         write_signed(file, {"t1lib": "0", "corpus": whole["corpus"], **options})
         refused(message, a_run, command=AGAIN)
     file.unlink()
