@@ -234,7 +234,7 @@ def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[Tensor, dict[str, A
 
     def note(_: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any]) -> None:
         seen.append((given[0], named))
-        raise StopIteration
+        raise StopIteration  # of this forward
 
     with parts.layers[0].register_forward_pre_hook(note, with_kwargs=True), suppress(StopIteration):
         parts.base(inputs_embeds=embedded, use_cache=False)

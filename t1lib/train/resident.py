@@ -122,5 +122,6 @@ def check_saved(state: Mapping[str, Any], params: dict[str, Tensor], trained: di
         own = f"{param.dtype} of shape {tuple(param.shape)}, the model's"
         require(alike and saved.shape == param.shape, f"the checkpoint's {name!r} is {found}; allowed: {own}")
     for name, keys in trained.items():
-        require(bool(states.get(name) or not keys), f"the checkpoint has no optimizer state for {name!r}")
-        check_state(params[name], keys, states.get(name, {}), repr(name))
+        there = name in states and bool(states[name] or not keys)
+        require(there, f"the checkpoint has no optimizer state for {name!r}")
+        check_state(params[name], keys, states[name], repr(name))
