@@ -124,6 +124,13 @@ def test_a_refused_checkpoint_changes_nothing(trainer, name):
     assert_same(trainer.state_dict(), before)
 
 
+def test_a_parameter_without_a_state_is_named_even_if_none_is_needed():
+    plain = make_trainer(model(), "gpu", optimizer="sgd")
+    state = plain.state_dict()
+    del state["optimizer"][LAST]
+    refused(partial(plain.load_state_dict, state), f"no optimizer state for '{LAST}'")
+
+
 @pytest.mark.parametrize("mode", ["gpu", "slide"])
 def test_masters_that_a_checkpoint_lacks_are_made_of_its_weights(mode):
     """And those that a trainer has no use for are left out."""
