@@ -87,7 +87,6 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--workspace", help="of the head, such as 256MiB")
     add("--gpu-memory", help="of mode slide, such as 16GiB: what it keeps on the device follows")
     add("--no-offload", action="store_true", help="of mode fsdp: weights, gradients and state stay on the device")
-    add("--compute-dtype", help="of mode fsdp: bfloat16 computes in it what is kept in --dtype float32")
     add("--steps", type=int, help="in all, to which the schedule stretches (default: 1000, or what a run has)")
     add("--lr", type=float, default=3e-4, help="learning rate (default: 3e-4)")
     add("--weight-decay", type=float, default=0.0, help="(default: 0)")

@@ -4,7 +4,7 @@ import ast
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,21 +229,15 @@ def require_plain_loss(model: PreTrainedModel) -> None:
 
 def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """The first layer's input and its other arguments (masks, rotations, …), as the model passes them: recorded in a
-    forward whose layers and norm return their input."""
+    forward that ends there."""
     seen: list[tuple[Tensor, dict[str, Any]]] = []
 
-    def note(hidden: Tensor, **kwargs: Any) -> Tensor:
-        seen.append((hidden, kwargs))
-        return hidden
+    def note(_: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        seen.append((given[0], named))
+        raise StopIteration  # of this forward
 
-    own = [(module, module.__dict__.get("forward")) for module in (*parts.layers, parts.norm)]
-    try:
-        for module, _ in own:
-            module.forward = note
+    with parts.layers[0].register_forward_pre_hook(note, with_kwargs=True), suppress(StopIteration):
         parts.base(inputs_embeds=embedded, use_cache=False)
-    finally:
-        for module, forward in own:
-            module.__dict__.pop("forward") if forward is None else setattr(module, "forward", forward)
     return seen[0]
 
 

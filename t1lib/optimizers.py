@@ -99,21 +99,18 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A factor of the learning rate by step: linear warmup from 0 over `warmup` steps, then constant, or decay to
-    `least` at the end of `total` steps, linearly or along a cosine."""
+    """A factor of the learning rate by step: linear warmup from 0 over `warmup` steps, then constant, or decay to 0 at
+    the end of `total` steps, linearly or along a cosine."""
 
     name: str = "constant"
     warmup: int = 0
     total: int = 0
-    least: float = 0.0
 
     def __post_init__(self) -> None:
         choose("schedule", self.name, SCHEDULES)
         for name in ("warmup", "total"):
             value = getattr(self, name)
             require(is_whole(value, 0), f"schedule of {name}={value!r} steps; allowed: 0 or more, whole numbers")
-        fits = is_number(self.least) and 0 <= self.least <= 1
-        require(fits, f"schedule of least={self.least!r}; allowed: a factor from 0 to 1")
         fits = self.name == "constant" or self.total > self.warmup
         require(fits, f"schedule of total={self.total} steps, warmup={self.warmup}; allowed: total beyond warmup")
 
@@ -124,5 +121,4 @@ class Schedule:
         if self.name == "constant":
             return 1.0
         done = min((step - self.warmup) / (self.total - self.warmup), 1.0)
-        down = 1.0 - done if self.name == "linear" else 0.5 + 0.5 * math.cos(math.pi * done)
-        return self.least + (1.0 - self.least) * down
+        return 1.0 - done if self.name == "linear" else 0.5 + 0.5 * math.cos(math.pi * done)

@@ -1,11 +1,6 @@
 """Will it fit, and how long will it take? Memory and time of a training step, predicted from shapes and a few rates.
 
-    work      what a step needs: counts of parameters, bytes and operations       `Work`, `work_of`, `with_head`
-    rates     what a machine reaches, measured once or an H200's                  `Machine`, `this_machine`
-    cost      memory of a `Work` under a `Choice` of what lies where              `device_bytes`, `reserved_bytes`
-    duration  and the time of a step                                              `step_ms`
-    choose    the fastest `Choice` within a budget, for `t1lib.train.stream`      `choose_plan`
-    predict   every mode with every head, and what would fit; `python -m t1lib plan`
-
+`work` counts what a step needs, `rates` says what a machine reaches; `cost` and `duration` give the memory and the time
+of a `Choice` of what lies where, `choose` the fastest one within a budget, and `predict` those of every mode and head.
 Nothing is trained and no weights are created. `t1lib.train` asks this package; it never imports `t1lib.train`.
 """

@@ -26,8 +26,8 @@ from t1lib.train import StepRecord
 from t1lib.train.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 from t1lib.train.ranks import ALONE, Ranks, together
 
-LEAST = dict.fromkeys(("steps", "batch", "seq", "micro_batch", "vocabulary"), 1)
-LEAST |= dict.fromkeys(("warmup", "checkpoint_every", "eval_every", "eval_rows", "report_every"), 0)
+LEAST = dict.fromkeys(("steps", "batch", "seq", "micro_batch", "vocabulary", "eval_rows"), 1)
+LEAST |= dict.fromkeys(("warmup", "checkpoint_every", "eval_every", "report_every"), 0)
 # Options that are given anew each time a run is resumed.
 SITTING = {"out", "resume", "export", "checkpoint_every", "eval_every", "eval_rows", "report_every"}
 HEADER = "step,loss,grad_norm,lr,tokens,tokens_per_s,wall_ms,device_gib,host_gib,held_out_loss"  # of metrics.csv
@@ -62,8 +62,6 @@ def _check(arguments: argparse.Namespace) -> dict[str, Any]:
         require(least is None or is_whole(value, least, 2**31), f"{said}; allowed: {least} or more, up to 2^31")
         require(value != "" or name == "limit", f"{said}; allowed: leave it out, or give it a value")
     require(abs(given.get("seed", 0)) < 2**32, f"--seed {shown(given.get('seed'))}; allowed: less than 2^32")
-    rows = given.get("eval_rows", 1) or given.get("eval_every") == 0
-    require(bool(rows), "--eval-rows 0; allowed: 1 or more, or --eval-every 0")
     model = given.get("model")
     require(bool(model or "resume" in given), "--model is missing; --resume with --out goes on without it")
     require(bool(model or "out" in given), "--resume without --model needs --out, the folder of the run")
@@ -90,14 +88,33 @@ def _whole_path(option: str, path: str, names: Collection[str] = ()) -> str:
 def _plot(folder: Path) -> str:
     """Draw a run's metrics, if Matplotlib is there; returns what to print about it."""
     metrics, plot = folder / METRICS, folder / "metrics.png"
+    require(bool(_read_metrics(metrics)), f"{metrics} has no step to plot")
     try:
-        from t1lib.text.plot import draw_metrics
+        with whole(plot) as path:
+            _draw(metrics, path)
     except ModuleNotFoundError as error:
         return f"no plot: {error.name} is not installed, which the extra kit brings; {metrics} has the numbers"
-    require(bool(_read_metrics(metrics)), f"{metrics} has no step to plot")
-    with whole(plot) as path:
-        draw_metrics(metrics, path)
     return f"plot {plot}"
+
+
+def _draw(metrics: Path, path: Path) -> None:
+    """Loss, tokens/s and memory over the steps."""
+    import matplotlib.pyplot as plt
+    import pandas as pd
+
+    from t1lib.kit.style import STYLE, subplots
+
+    frame = pd.read_csv(metrics, index_col="step").dropna(axis="columns", how="all")
+    frame["running mean"] = frame["loss"].rolling(max(len(frame) // 50, 1), center=True, min_periods=1).mean()
+    memory = frame["device_gib" if "device_gib" in frame else "host_gib"]
+    with plt.rc_context(STYLE):
+        figure, axes = subplots(2.4, 3)
+        losses = frame.filter(["loss", "running mean", "held_out_loss"]).rename(columns={"held_out_loss": "held out"})
+        losses.plot(ax=axes[0], style=["0.75", "-", "o"], ms=3, ylabel="loss")
+        frame["tokens_per_s"].plot(ax=axes[1], ylim=(0, 1.1 * frame["tokens_per_s"].max()), ylabel="tokens / s")
+        memory.plot(ax=axes[2], ylim=(0, 1.2 * memory.max()), ylabel=f"{memory.name.removesuffix('_gib')} memory (GiB)")
+        figure.savefig(path)
+        plt.close(figure)
 
 
 class TrainRun:
@@ -115,7 +132,7 @@ class TrainRun:
         taken = f"another process trains in {folder}; wait for it, or take another --out"
         with ExitStack() as stack:
             ranks.first(lambda: stack.enter_context(held(folder, RUN, taken)))
-            before = ranks.first(partial(self._before, "resume" in given))
+            before = ranks.first(partial(self._before, usual, "resume" in given))
             self.options = self._options(given, usual, before.get("options", {}))
             ranks.agree(self.options)
             self.session = LanguageSession(**session_of(self.options))
@@ -123,7 +140,7 @@ class TrainRun:
             stack.callback(self.session.trainer.close)
             self.close = stack.pop_all().close
 
-    def _before(self, resume: bool) -> dict[str, Any]:
+    def _before(self, usual: dict[str, Any], resume: bool) -> dict[str, Any]:
         """The content of run.json, if the run is resumed. One that failed before its first step may be begun anew."""
         folder, kept = self.folder, self.folder / RUN
         before = read_signed(kept) if kept.exists() else {}
@@ -133,7 +150,7 @@ class TrainRun:
         require(resume or not (folder / "model").exists(), there)
         require(not resume or bool(before), f"{folder} holds no run to go on with: no {RUN}")
         other = f"the run in {folder} was begun by another version of t1lib; finish it with that one"
-        require(not resume or "options" in before, other)
+        require(not resume or usual.keys() - SITTING == before.get("options", {}).keys(), other)
         return before if resume else {}
 
     def _options(self, given: dict[str, Any], usual: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

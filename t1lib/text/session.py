@@ -123,7 +123,7 @@ def session_of(options: dict[str, Any]) -> dict[str, Any]:
     mode, dtype, preset = options["mode"], options["dtype"], options["model"] in PRESETS
     for name, known in (("mode", MODES), ("head", HEADS), ("dtype", ("float32", "bfloat16"))):
         choose(name, options[name], known)
-    for own, of in (("gpu_memory", "slide"), ("no_offload", "fsdp"), ("compute_dtype", "fsdp")):
+    for own, of in (("gpu_memory", "slide"), ("no_offload", "fsdp")):
         require(not options[own] or mode == of, f"--{own.replace('_', '-')} is of mode {of}, the mode is {mode}")
     for size in filter(None, (options["workspace"], options["gpu_memory"], options["limit"])):
         parse_bytes(size)
@@ -140,5 +140,5 @@ def session_of(options: dict[str, Any]) -> dict[str, Any]:
     if options["gpu_memory"]:
         found |= {"gpu_memory": options["gpu_memory"], "plan_for": (options["batch"], options["seq"])}
     if mode == "fsdp":
-        found |= {"offload": not options["no_offload"], "compute_dtype": options["compute_dtype"]}
+        found["offload"] = not options["no_offload"]
     return found

@@ -37,8 +37,8 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
     with one text per record, in the field "text" or "content"; or a folder with everything below it, except for files
     that are not text, hidden files, and folders with a training run. `limit` (bytes, or "2MB") keeps whole texts up to
     that size, in the order of their names' hashes. Raises `T1Error` for a source that does not exist, a file that is
-    not text, a shard that is broken, compressed or of another kind (even as one file of a folder), a folder that itself
-    holds a run, and if nothing is left."""
+    not text, a shard that is broken, compressed or of another kind (even as one file of a folder), a link to a folder
+    in a folder, a folder that itself holds a run, and if nothing is left."""
     library, path, what = source == LIBRARY, Path(source), f"text in {source}"
     if library:
         path, what = Path(sysconfig.get_paths()["stdlib"]), "the standard library's sources"
@@ -63,16 +63,15 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
 
 
 def _below(root: Path, library: bool) -> Iterator[tuple[str, str]]:
-    """(name, text) of each text below `root`, as `read_texts` says; of the library, only in its sources. A link to a
-    folder is followed unless that has been read already or lies above `root`."""
-    seen = set(map(str, root.resolve().parents))
-    for place, folders, names in os.walk(root, followlinks=True):
-        folder, real = Path(place), os.path.realpath(place)
-        if real in seen or _holds_run(folder):
+    """(name, text) of each text below `root`, as `read_texts` says; of the library, only in its sources."""
+    for place, folders, names in os.walk(root):
+        folder = Path(place)
+        if _holds_run(folder):
             folders.clear()
             continue
-        seen.add(real)
         folders[:] = sorted(n for n in folders if not n.startswith(".") and not (library and n in _SKIPPED))
+        for link in (folder / name for name in folders if not library):
+            require(not link.is_symlink(), f"{link} is a link to a folder; put the folder there, or give it alone")
         for path in (folder / name for name in names if not name.startswith(".")):
             source = path.suffix == ".py" and not path.match("_sysconfigdata*")
             if path.is_file() and (source or not library):

@@ -62,7 +62,6 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def _begin(folder: Path, step: int) -> Path:
-    """Make a new folder for the files."""
     path = folder / f"step-{step:08d}"
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +81,6 @@ def _add(path: Path, states: dict[str, Any]) -> None:
 
 
 def _end(path: Path, facts: dict[str, Any]) -> None:
-    """Put `checkpoint.json` in its place."""
     folder = path.parent
     with writing(path):
         sync(path)

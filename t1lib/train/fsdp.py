@@ -1,8 +1,8 @@
 """Mode `fsdp`: PyTorch's FSDP2 in any number of processes, with or without CPU offload.
 
 Every process holds and updates its shard of parameters, gradients and optimizer state, on the host or on its device.
-FSDP all-gathers a layer's weights on the device before the layer runs, and frees them afterwards. Layers are recomputed
-in the backward, as in mode `ckpt`. In one process with offload, this is the usual alternative on one GPU.
+Layers are recomputed in the backward, as in mode `ckpt`. In one process with offload, this is the usual alternative on
+one GPU.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from t1lib.errors import choose, require
+from t1lib.errors import require
 from t1lib.heads.parallel import require_backend
 from t1lib.timing import PhaseTimer
 from t1lib.train.batch import Piece
@@ -31,8 +31,7 @@ class FsdpTrainer(Trainer):
     """FSDP2 over all processes of `torch.distributed`'s group. If there is none, it is created: of the processes that
     torchrun started, else of this one alone. Arguments beyond `Trainer`'s:
 
-    offload        keep parameters, gradients and optimizer state on the host (else on the device)
-    compute_dtype  FSDP2's mixed precision: gather and compute in this dtype; keep and update in the model's own
+    offload   keep parameters, gradients and optimizer state on the host (else on the device)
 
     Arguments and model must be the same on every rank, and so must the whole batch that is passed to `step` and
     `evaluate`, of which each rank takes its rows in order. The loss is the mean over all tokens that count, whichever
@@ -40,14 +39,8 @@ class FsdpTrainer(Trainer):
     after the last micro-batch; until then each device holds them unsharded.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, mode: str = "fsdp", *, offload: bool = True, compute_dtype: str | None = None,
-        **common: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: PreTrainedModel, mode: str = "fsdp", *, offload: bool = True, **common: Any) -> None:
         self._offload, self._own_group = offload, False
-        if compute_dtype is not None:
-            choose("compute_dtype", compute_dtype, ("float32", "bfloat16"))
-        self._compute_dtype = compute_dtype
         if str(common.get("device")) != "cpu" and not dist.is_initialized():  # else a device has been chosen
             take_gpu()
         super().__init__(model, mode, **common)
@@ -57,10 +50,8 @@ class FsdpTrainer(Trainer):
         mesh = init_device_mesh(self.device.type, (self.ranks.size,))
         on_host = self._offload and self.device.type == "cuda"
         offload = CPUOffloadPolicy(pin_memory=True) if on_host else OffloadPolicy()
-        compute = None if self._compute_dtype is None else getattr(torch, self._compute_dtype)
-        narrow = (compute or next(self.model.parameters()).dtype).itemsize == 2
-        adds = torch.float32 if narrow and not self.ranks.alone else None
-        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=adds)
+        narrow = next(self.model.parameters()).dtype.itemsize == 2
+        precision = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow and not self.ranks.alone else None)
         wrap_layers(self.parts.layers, lambda: self.trace, recompute=True)
         for module in (*self.parts.layers, self.model):
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
@@ -86,8 +77,8 @@ class FsdpTrainer(Trainer):
                 torch.cuda.set_device(self.device)
             several = f"loss {self.loss!r} in {self.ranks.size} processes; allowed: one process"
             require(self.loss == "cross_entropy", several)
-            facts = {name: getattr(self, name) for name in ALIKE} | {"device": self.device.type}
-            facts |= {"offload": self._offload, "compute_dtype": self._compute_dtype}
+            facts = {name: getattr(self, name) for name in ALIKE}
+            facts |= {"device": self.device.type, "offload": self._offload}
             self.ranks.agree(facts | {"the model's weights": digest_of(dict(self.model.named_parameters()))})
 
     def _weight(self, name: str) -> Tensor:

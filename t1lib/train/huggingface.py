@@ -1,8 +1,4 @@
-"""`StreamTrainer`: `transformers.Trainer` over a model whose layers stream.
-
-Only `stream` moves the model, clipping goes through the streamed optimizer, and options that would wrap the model or
-recompute its layers a second time are refused; all else is Trainer's.
-"""
+"""`StreamTrainer`: `transformers.Trainer` over a model whose layers stream."""
 
 import inspect
 import json
@@ -37,16 +33,9 @@ REFUSED = {  # arguments of TrainingArguments, and why; some versions lack some 
 class StreamTrainer(Trainer):
     """`transformers.Trainer`, with the model's layers on the host: arguments, loop, files and results are Trainer's.
 
-        trainer = StreamTrainer(
-            model=model,  # on the CPU
-            args=TrainingArguments("out", per_device_train_batch_size=32, bf16=True),
-            train_dataset=dataset,
-            stream={"gpu_memory": "15GiB", "micro_batch": 4},
-        )
-        trainer.train(resume_from_checkpoint=True)
-
-    stream   options of `t1lib.train.stream`, which says what they mean; the device is that of `args`, and `accumulate`
-             follows from `gradient_accumulation_steps`
+    model    on the CPU
+    stream   options of `t1lib.train.stream`, such as {"gpu_memory": "15GiB", "micro_batch": 4}; the device is that of
+             `args`, and `accumulate` follows from `gradient_accumulation_steps`
 
     Every backward sends the weights across the link again. So instead of accumulating, set `micro_batch` and a larger
     `per_device_train_batch_size`: the layers then take memory for `micro_batch` rows only. The output layer sees the

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from t1lib.train.engine import Engine
 
 KINDS = (torch.optim.AdamW, torch.optim.SGD)
-REFUSED = ("amsgrad", "capturable", "differentiable")
+ALLOWED = {"amsgrad": False, "capturable": False, "differentiable": False, "decoupled_weight_decay": True}
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
@@ -25,19 +25,17 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     _refuse_options(optimizer.param_groups)
     own = set(map(id, model.parameters()))
     for number, group in enumerate(optimizer.param_groups):
-        foreign = [f"a parameter of shape {tuple(p.shape)}" for p in group["params"] if id(p) not in own]
-        what = f"group {number} of the optimizer has {', '.join(foreign[:1])} that is none of the model's"
-        require(not foreign, f"{what}: make the optimizer of model.parameters()")
-        plain = isinstance(group.get("betas", (0.0,))[0], float | int)
-        require(plain, "betas that are tensors; allowed: numbers")
+        for param in group["params"]:
+            what = f"group {number} of the optimizer has a parameter of shape {tuple(param.shape)}"
+            require(id(param) in own, f"{what} that is none of the model's: make the optimizer of model.parameters()")
+        require(isinstance(group.get("betas", (0.0,))[0], float | int), "betas that are tensors; allowed: numbers")
 
 
 def _refuse_options(groups: list[dict[str, Any]]) -> None:
     for number, group in enumerate(groups):
-        for option in REFUSED:
-            require(not group.get(option), f"group {number} of the optimizer has {option}=True; allowed: False")
-        decoupled = group.get("decoupled_weight_decay", True)
-        require(decoupled, f"group {number} of the optimizer has decoupled_weight_decay=False; allowed: True")
+        for option, allowed in ALLOWED.items():
+            fits = bool(group.get(option, allowed)) == allowed
+            require(fits, f"group {number} of the optimizer has {option}={not allowed}; allowed: {allowed}")
 
 
 def clear_gradients(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
@@ -76,10 +74,9 @@ class StreamOptimizer(ResidentOptimizer):
                 loss = closure()
         _refuse_options(self.param_groups)
         for group, before in zip(self.param_groups, self._with_momentum, strict=False):
-            late = f"momentum={group.get('momentum')}, which was 0 when the model was streamed; allowed: 0"
-            require(before or not group.get("momentum"), late)
-            damped = f"momentum=0 with dampening={group.get('dampening')}, and another when the model was streamed"
-            require(not before or group.get("momentum") or not group.get("dampening"), damped)
+            now, then = group.get("momentum"), "more than 0" if before else "0"
+            changed = f"momentum={now}, which was {then} when the model was streamed; allowed: {then}"
+            require(bool(now) == before, changed)
         groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         require(groups == self.groups, "parameters taken from the optimizer's groups, or moved; use requires_grad_")
         emptied = "the optimizer's state was emptied; to begin anew, give load_state_dict an empty 'state'"

@@ -1,6 +1,5 @@
 """The processes of a run: how they find each other, exchange data and errors, and end together."""
 
-import atexit
 import itertools
 import os
 import sys
@@ -8,7 +7,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +15,6 @@ from torch import Tensor
 from torch.distributed import Store
 
 from t1lib.errors import T1Error
-from t1lib.files import remove
 from t1lib.heads.parallel import SAME, difference
 
 EXIT_LOST = 1
@@ -97,10 +94,9 @@ def join(cuda: bool) -> Store:
     on_one_host = size in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if on_one_host else ():
         os.environ.setdefault(name, "lo")  # the host's name may not resolve
-    if size == 1:  # a file instead of the network
-        folder = Path(tempfile.mkdtemp())
-        atexit.register(remove, folder)
-        store: Store = dist.FileStore(str(folder / "store"), 1)
+    if size == 1:  # a file instead of the network, which the store removes
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            store: Store = dist.FileStore(file.name, 1)
     else:
         try:
             store, rank, size = next(dist.rendezvous("env://"))

@@ -54,9 +54,7 @@ class ResidentOptimizer(torch.optim.Optimizer):
             state = new_state(param, self.param_groups[self.groups[id(param)]], self.precision)
             if state:
                 self.state[param] = state
-        state, rule = self.state.get(param, {}), self.param_groups[self.groups[id(param)]]
-        if rule.get("momentum") and "momentum_buffer" not in state:  # there was none in the first step
-            state = self.state[param] = new_state(param, rule, self.precision) | state
+        state = self.state.get(param, {})
         if "master" in state and param in self._versions and self._versions[param] != param._version:
             follow(state["master"], param.data)
         return state
@@ -112,8 +110,7 @@ def check_saved(state: Mapping[str, Any], params: dict[str, Tensor], trained: di
     lacking = sorted({"step", "model", "optimizer"} - set(state))
     require(not lacking, f"the state lacks {', '.join(lacking)}; allowed: what `state_dict` returned")
     weights, states = state["model"], state["optimizer"]
-    by_name = isinstance(weights, dict) and isinstance(states, dict)
-    whole = by_name and all(isinstance(own, dict) for own in states.values())
+    whole = isinstance(weights, dict) and isinstance(states, dict) and all(isinstance(s, dict) for s in states.values())
     require(whole, "the state is not weights by name, and tensors of the optimizer by parameter and key")
     odd = sorted(map(str, weights.keys() ^ params.keys()))
     require(not odd, f"the checkpoint is of another model: only one of them has {odd[:1]}")
@@ -122,9 +119,8 @@ def check_saved(state: Mapping[str, Any], params: dict[str, Tensor], trained: di
         tensor = isinstance(saved, Tensor)
         found = f"{saved.dtype} of shape {tuple(saved.shape)}" if tensor else shown(saved)
         alike = tensor and (saved.dtype == param.dtype or (saved.is_floating_point() and param.is_floating_point()))
-        wanted = f"{param.dtype} of shape {tuple(param.shape)}, the model's"
-        fits = alike and saved.shape == param.shape
-        require(fits, f"the checkpoint's {name!r} is {found}; allowed: {wanted}")
+        own = f"{param.dtype} of shape {tuple(param.shape)}, the model's"
+        require(alike and saved.shape == param.shape, f"the checkpoint's {name!r} is {found}; allowed: {own}")
     for name, keys in trained.items():
         there = name in states and bool(states[name] or not keys)
         require(there, f"the checkpoint has no optimizer state for {name!r}")

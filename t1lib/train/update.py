@@ -69,9 +69,6 @@ class Scratch:
             held = self._buffers[key] = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
         return held[: like.numel()]
 
-    def widen(self, key: str, value: Tensor) -> Tensor:
-        return self.buffer(key, value).copy_(value)
-
     def round_by_chance(self, wide: Tensor, out: Tensor, step: int) -> None:
         """out (bfloat16) ← wide, stochastically rounded: P(up) is the relative distance from the lower neighbour. Where
         a piece starts reading the noise depends only on step and size, so that a run can be repeated."""
@@ -141,14 +138,14 @@ def _wide(
     for start in range(0, weight.numel(), size):
         piece = slice(start, start + size)
         part = {k: v[piece] for k, v in flat.items()}
-        g = scratch.widen("grad", grad[piece])
+        g = scratch.buffer("grad", grad[piece]).copy_(grad[piece])
         if scale is not None:
             g.mul_(scale)
             g.copy_(g.to(grad.dtype))  # rounded, as clipping in place rounds it
         low, master = part.pop("low", None), part.pop("master", None)
         if low is not None:
             master = join(weight[piece], low, out=scratch.buffer("master", low))
-        wide = {k: v if v.dtype == torch.float32 else scratch.widen(k, v) for k, v in part.items()}
+        wide = {k: v if v.dtype == torch.float32 else scratch.buffer(k, v).copy_(v) for k, v in part.items()}
         _torchs([master], [g], [wide], rule, count)
         for key, value in part.items():
             if value is not wide[key]:
@@ -185,8 +182,8 @@ def check_state(weight: Tensor, keys: Collection[str], saved: State, name: str) 
     foreign = saved.keys() - keys - {"master", "step"}
     require(not foreign, f"the state of {name} has {', '.join(sorted(foreign))}: it is another optimizer's")
     needed = (keys | ({"step"} if "exp_avg" in keys else set())) - {"low", "master"}
-    lacking = needed - saved.keys() if saved else set()
-    require(not lacking, f"the state of {name} lacks {', '.join(sorted(lacking))}")
+    lacking = needed - saved.keys()
+    require(not (saved and lacking), f"the state of {name} lacks {', '.join(sorted(lacking))}")
     for key in (keys | {"master"}) & saved.keys():
         shape = tuple(getattr(saved[key], "shape", ()))
         require(shape == tuple(weight.shape), f"{key} of {name} has shape {shape}; allowed: {tuple(weight.shape)}")

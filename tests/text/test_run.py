@@ -20,7 +20,7 @@ from t1lib import signals
 from t1lib.__main__ import main
 from t1lib.errors import T1Error
 from t1lib.files import locked, read_signed, write_signed
-from t1lib.text import plot
+from t1lib.text import run
 from t1lib.text.corpus import load_corpus
 from t1lib.text.run import TrainRun
 from t1lib.text.session import LanguageSession
@@ -32,14 +32,14 @@ SHAPE = ["--change", "num_hidden_layers", "1", "--change", "hidden_size", "16", 
 SMALL = ["train", "--model", "tiny", *SHAPE, "--data", str(TEXT), "--vocabulary", "300", "--seq", "16", "--batch", "4",
          "--device", "cpu", "--head", "chunked", "--eval-rows", "8"]  # fmt: skip
 AGAIN = ["train", "--resume"]
-DRAW = plot.draw_metrics
+DRAW = run._draw
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quickly():
     """Plots take longer than these runs; one test draws one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plot, "draw_metrics", lambda frame, path: path.write_text("a plot"))
+        patch.setattr(run, "_draw", lambda frame, path: path.write_text("a plot"))
         yield
 
 
@@ -104,7 +104,7 @@ def a_run(two_steps, tmp_path):
 
 
 def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, command, monkeypatch):
-    monkeypatch.setattr(plot, "draw_metrics", DRAW)
+    monkeypatch.setattr(run, "_draw", DRAW)
     more = ["--steps", "12", "--eval-every", "5", "--report-every", "4", "--lr", "1e-2", "--dtype", "bfloat16"]
     assert "step  4/12  loss" in command(*SMALL, "--out", tmp_path / "a", *more)
     rows = metrics(tmp_path / "a")
@@ -154,15 +154,15 @@ def test_a_run_keeps_its_length_and_warmup_unless_told(tmp_path, command, refuse
 
 def test_a_trainer_that_is_refused_for_another_process_changes_nothing(a_run, refused):
     """Not even if the other process begins only after the settings were read."""
-    before, again = content(a_run), {"resume": True}
+    before, again, usual = content(a_run), {"resume": True}, read_signed(a_run / "run.json")["options"]
     with locked(a_run / ".lock", ""):
         refused("another process trains in", a_run, "--steps", "40", "--schedule", "constant", "--resume")
-    held = TrainRun(a_run, again, {})
+    held = TrainRun(a_run, again, usual)
     with pytest.raises(T1Error, match="another process trains in"):
-        TrainRun(a_run, again, {})
+        TrainRun(a_run, again, usual)
     assert content(a_run) == before
     held.close()
-    TrainRun(a_run, again, {}).close()
+    TrainRun(a_run, again, usual).close()
 
 
 SLOW = "import time\nprint('now', flush=True)\ntry: time.sleep(60)\nexcept BaseException: time.sleep(60)"
@@ -259,7 +259,7 @@ def test_a_plot_a_model_or_settings_that_cannot_be_written_leave_what_was(a_run,
         assert main([*AGAIN, "--out", str(a_run)]) == 0
         assert (a_run / "metrics.csv").read_bytes() == rows
     before = content(a_run)
-    monkeypatch.setattr(plot, "draw_metrics", lambda frame, path: path.write_bytes(bytes(9999)))
+    monkeypatch.setattr(run, "_draw", lambda frame, path: path.write_bytes(bytes(9999)))
     for name, size, more in (("metrics.png", 8000, []), ("model", 8000, ["--export"]), ("run.json", 500, [])):
         with largest_file(size):
             said = refused(f"error: cannot write {a_run / name}: ", a_run, *more, command=AGAIN)
@@ -276,8 +276,9 @@ def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
     file.write_text(file.read_text().replace('"lr": ', '"lr": 1'))
     for more in ([], ["--schedule", "constant", "--steps", "2"]):
         refused(f"{file} is damaged", a_run, *more, command=AGAIN)
-    for others, message in (({"device": "cuda:99"}, "cuda:99"), (None, "begun by another version")):
-        options = {"options": whole["options"] | others} if others else {}
+    other = "begun by another version"
+    for more, message in (({"device": "cuda:99"}, "cuda:99"), ({"option": 1}, other), (None, other)):
+        options = {"options": whole["options"] | more} if more else {}
         write_signed(file, {"t1lib": "0", "corpus": whole["corpus"], **options})
         refused(message, a_run, command=AGAIN)
     file.unlink()
@@ -290,7 +291,7 @@ def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
     [
         (["--steps", "0"], "--steps 0; allowed: 1 or more"),
         (["--seq", "9" * 400], "--seq 999"),
-        (["--eval-rows", "0"], "--eval-rows 0; allowed: 1 or more, or --eval-every 0"),
+        (["--eval-rows", "0"], "--eval-rows 0; allowed: 1 or more"),
         (["--device", "tpu"], "--device 'tpu'; allowed here: "),
         (["--data", ""], "--data ''; allowed: leave it out"),
         (["--out", "a\udcff"], "--out 'a\\udcff' holds characters"),

@@ -19,7 +19,7 @@ OPTIMIZERS = {
     "momentum": OptimizerSpec("sgd", lr=0.1, momentum=0.9),
     "adamw": OptimizerSpec("adamw", lr=1e-2, weight_decay=0.1),
 }
-CLIPPED = {"max_grad_norm": 0.5, "schedule": Schedule("cosine", warmup=2, total=10, least=0.1)}
+CLIPPED = {"max_grad_norm": 0.5, "schedule": Schedule("cosine", warmup=2, total=10)}
 EVERYTHING = {"micro_batch": 2, **CLIPPED}
 
 

@@ -263,7 +263,7 @@ ONGOING: dict[str, tuple] = {
     "a mask of flex_attention": during(given_blocks, "a BlockMask", build=blocks, micro_batch=2),
     "amsgrad later": during(partial(change_later, amsgrad=True), "amsgrad"),
     "momentum later": during(partial(change_later, momentum=0.9), "momentum", make=partial(sgd, momentum=0.0)),
-    "no momentum for now": during(partial(change_later, momentum=0.0), "dampening", make=partial(sgd, dampening=0.5)),
+    "no momentum for now": during(partial(change_later, momentum=0.0), "momentum=0.0", make=sgd),
     "state that is emptied": during(lambda m, o: (o.state.clear(), train(m, o, BATCHES)), "state was emptied"),
     "parameters taken from a group": during(
         lambda m, o: (o.param_groups[0]["params"].clear(), train(m, o, BATCHES)), "use requires_grad_"

@@ -165,11 +165,6 @@ def add_kept(model: nn.Module, optimizer: Any) -> Tensor:
     return kept[0].norm()
 
 
-def momentum_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
-    late = optimizer.t1_steps = getattr(optimizer, "t1_steps", 0) + 1
-    optimizer.param_groups[0]["momentum"] = 0.9 if late > 2 else 0.0
-
-
 def norms_alone(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW([p for n, p in model.named_parameters() if "norm" in n], lr=1e-2)
 
@@ -286,7 +281,6 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients of parameters in no group": case(
         qwen3, norms_alone, clip=clip_twice, zero=lambda m: None, after=lambda m: up_weight(m).grad.norm().item()
     ),
-    "momentum that is 0 in the first steps": case(qwen3, sgd, before=momentum_later),
 }
 
 
