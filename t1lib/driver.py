@@ -28,11 +28,8 @@ from t1lib.signals import EXIT_INTERRUPTED
 
 
 def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> tuple[str, dict[str, params.Values]]:
-    """Return the profile, and the parameters of the experiments `names` ("all", or nothing, for every one), checked.
-
-    An override goes to the experiments that declare it. Raises `T1Error` for an unknown experiment,
-    profile or parameter, a value of the wrong type, and an output folder that cannot be made.
-    """
+    """The profile, and the parameters of the experiments `names` ("all", or nothing, for every one). An override goes
+    to those that declare it. Raises `T1Error` as `params.resolve`, and for an output folder that cannot be made."""
     known = params.experiments()
     require(bool(known), "no experiments: notebooks/ holds no notebook with parameters")
     chosen = known if not names or "all" in names else [choose("experiment", name, known) for name in names]
@@ -54,8 +51,7 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> tu
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the experiments whose outputs are not up to date; return the exit code (0, 1 or 130). If one fails, the
-    others still run. Raises `T1Error` before anything runs: as `plan` does, and for a GPU profile without a GPU.
-    """
+    others still run. Raises `T1Error` before anything runs: as `plan` does, and for a GPU profile without a GPU."""
     profile, resolved = plan(arguments.experiments, arguments.profile, dict(arguments.parameters))
     due = []
     for experiment, parameters in resolved.items():
@@ -141,7 +137,7 @@ def _execute(experiment: str, parameters: params.Values, staging: Path) -> None:
 
 
 def _explain(error: Exception) -> str:
-    """Return a line that names the exception and, if one failed, the cell."""
+    """A line that names the exception and, if one failed, the cell."""
     where, name, told = "", type(error).__name__, str(error)  # such as of a kernel that died, or a full disk
     if isinstance(error, PapermillExecutionError):
         where = f"cell In [{error.exec_count}] (`{params.first_line(error.source)}`): "
@@ -154,7 +150,7 @@ def _measured(content: Mapping[str, Any]) -> str:
 
 
 def _state(experiment: str, profile: str) -> str:
-    """Return "done", "stale" (and why) or "missing" for an experiment under a profile; when and where it was run."""
+    """Whether it is done, stale (and why) or missing, for an experiment under a profile; when and where it was run."""
     if not paths.params_file(profile, experiment).is_file():
         return "no parameters"
     folder = paths.outputs(profile, experiment)

@@ -33,9 +33,7 @@ def writing(path: Path) -> Iterator[None]:
 @contextmanager
 def whole(path: Path, writers: str = "") -> Iterator[Path]:
     """Yield a temporary path for a file or a folder, renamed to `path` once written: `path` is never incomplete.
-
-    `writers` distinguishes processes that may write it at the same time. Raises `T1Error` if it cannot be written.
-    """
+    `writers` distinguishes processes that may write it at the same time. Raises `T1Error` if it cannot be written."""
     partial_path = path.with_name(f".{path.stem}{writers}.partial{path.suffix}")
     try:
         with writing(path):

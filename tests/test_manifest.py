@@ -45,7 +45,7 @@ def test_a_report_that_is_gone_is_no_reason_to_measure_again(checkout):
     checkout.finish(folder)
     pdf = folder.with_name("demo.pdf")
     pdf.write_bytes(b"%PDF")
-    manifest.note_report(folder)
+    manifest.note_report(folder, pdf)
     pdf.unlink()
     assert why(folder) is None and manifest.damage(folder) == "../demo.pdf is not as the run left it"
 

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -65,7 +64,8 @@ def require_gpu(profile: str) -> None:
 
 def environment() -> dict[str, str | int | float]:
     """Machine and versions as a flat dict; memory sizes in GiB. GPU entries only if there is a GPU."""
-    found: dict[str, str | int | float] = {
+    triton = {found.version for found in importlib.metadata.distributions(name="triton")}
+    return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_model(),
@@ -74,13 +74,10 @@ def environment() -> dict[str, str | int | float]:
         "ram_gib": round(psutil.virtual_memory().total / GIB, 1),
         "t1lib": __version__,
         "torch": torch.__version__,
-        "triton": "not installed",
+        "triton": next(iter(triton), "not installed"),
         "transformers": importlib.metadata.version("transformers"),
         "cuda": torch.version.cuda or "none",
-    }
-    with suppress(importlib.metadata.PackageNotFoundError):
-        found["triton"] = importlib.metadata.version("triton")
-    return found | _gpu()
+    } | _gpu()
 
 
 def git_state() -> dict[str, str | bool]:

@@ -1,8 +1,7 @@
 """The manifest of a finished run, and how a run's staging folder replaces the previous one.
 
-Only a folder whose manifest.json lists every file with its hash, and is as it was written, counts as finished. It is
-written last, into the staging folder, which then replaces the final one by a rename: a run killed at any moment leaves
-either the old folder or the new one.
+Only a folder whose manifest.json is as it was written, and lists every file with its hash, counts as finished. It is
+written last, before the folder replaces the final one: a run killed at any moment leaves either the old or the new one.
 """
 
 import hashlib
@@ -43,8 +42,8 @@ def _lasting(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(folder: Path, *, parameters: Mapping[str, Any], seconds: float, **about: Any) -> None:
-    """Write manifest.json for everything in `folder`, of a run that has taken so many seconds. about: `experiment`,
-    `profile`, `made_of`, `inputs`, and `git_state()` as the run began"""
+    """Write manifest.json for all of `folder`, of a run that has taken so many seconds. about: `experiment`, `profile`,
+    `made_of`, `inputs`, and `git_state()` as the run began"""
     content = {**about, "parameters": _lasting(parameters), "environment": environment()}
     started = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds")
     content |= {"started": started, "seconds": round(seconds, 1)}
@@ -78,9 +77,8 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> 
         return damage(folder)
     if "executed.ipynb" not in content["files"]:
         return "not run by `python -m t1lib run`"
-    modules = content["made_of"].get("modules", {"t1lib": ""})  # none were noted by the first edition
     now = fingerprint.everything()
-    changed = [name for name, value in modules.items() if now.get(name) != value]
+    changed = [name for name, value in content["made_of"]["modules"].items() if now.get(name) != value]
     changed[3:] = ["…"] * (len(changed) > 3)
     changed += ["notebook"] * (content["made_of"]["notebook"] != fingerprint.notebook(experiment))
     changed += ["parameters"] * (content["parameters"] != _lasting(parameters))
@@ -95,18 +93,14 @@ def damage(folder: Path, report: bool = True) -> str | None:
     content = read(folder)
     if content is None:
         return f"{NAME} is not as the run left it" if (folder / NAME).exists() else "missing"
-    listed = content["files"] | ({_report(folder): content[REPORT]} if report and REPORT in content else {})
-    changed = (name for name, entry in listed.items() if _entry(folder / name) != entry)
+    pdf = {f"../{folder.name}.pdf": content[REPORT]} if report and REPORT in content else {}
+    changed = (name for name, entry in (content["files"] | pdf).items() if _entry(folder / name) != entry)
     return next((f"{name} is not as the run left it" for name in changed), None)
 
 
-def _report(folder: Path) -> str:
-    return f"../{folder.name}.pdf"
-
-
-def note_report(folder: Path) -> None:
+def note_report(folder: Path, pdf: Path) -> None:
     """Note in the manifest the PDF that was built from a run, beside its folder."""
-    write_signed(folder / NAME, (read(folder) or {}) | {REPORT: _entry(folder / _report(folder))})
+    write_signed(folder / NAME, (read(folder) or {}) | {REPORT: _entry(pdf)})
 
 
 def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +119,7 @@ def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, A
 
 def replace_drawn(fresh: Path, folder: Path) -> list[str]:
     """Replace a run's figures, tables and numbers by those in `fresh`, in its manifest too; returns their names. Other
-    files keep their hashes, so that a manual edit of one is still detected."""
+    files keep their hashes, by which a manual edit is noticed."""
     content = read(folder) or {}
     for part in ("figures", "tables"):
         shutil.rmtree(folder / part, ignore_errors=True)
