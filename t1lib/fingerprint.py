@@ -8,6 +8,7 @@ import hashlib
 import sys
 from contextlib import suppress
 from functools import cache
+from modulefinder import ModuleFinder
 from pathlib import Path
 
 from t1lib import params, paths
@@ -47,32 +48,20 @@ def notebook(experiment: str) -> str:
     return hashlib.sha256("".join(meaning(cell["source"]) for cell in cells).encode()).hexdigest()
 
 
-def _texts() -> dict[str, str]:
-    """The source of each module of the kit as it stands on the disk."""
+def everything() -> dict[str, str]:
+    """The meaning of all modules of the kit, as they stand on the disk."""
     found = {}
     for path in sorted(_ROOT.rglob("*.py")):
         name = ".".join(path.relative_to(_ROOT.parent).with_suffix("").parts)
-        found[name.removesuffix(".__init__")] = path.read_text(encoding="utf-8")
+        found[name.removesuffix(".__init__")] = meaning(path.read_text(encoding="utf-8"))
     return found
-
-
-def everything() -> dict[str, str]:
-    """The meaning of all modules of the kit."""
-    return {name: meaning(text) for name, text in _texts().items()}
 
 
 def loaded() -> list[str]:
     """The modules of the kit that this process has loaded, and those that they import, anywhere in them: processes that
     it started have loaded them."""
-    waiting, found, texts = list(sys.modules), set(), _texts()
-    while waiting:
-        name = waiting.pop()
-        if name in found or name not in texts:
-            continue
-        found.add(name)
-        for node in ast.walk(ast.parse(texts[name])):
-            if isinstance(node, ast.Import):
-                waiting += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:  # names that it imports may be modules too
-                waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return sorted(found)
+    finder = ModuleFinder([str(_ROOT.parent)])
+    for name in [name for name in sys.modules if name.partition(".")[0] == _ROOT.name]:
+        with suppress(ImportError):  # its file is gone
+            finder.import_hook(name)
+    return sorted(name for name in finder.modules if name.partition(".")[0] == _ROOT.name)

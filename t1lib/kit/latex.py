@@ -63,7 +63,7 @@ def _build_one(outputs: Path) -> Path:
         _compile(folder, outputs.name, content["started"])
         with whole(final) as partial:
             shutil.copyfile(folder / f"{outputs.name}.pdf", partial)
-    manifest.note_report(outputs, final)
+    manifest.change(outputs, report=manifest.entry(final))
     return final
 
 

@@ -27,7 +27,6 @@ from t1lib.kit.cells import Cells
 from t1lib.kit.style import STYLE
 from t1lib.kit.tables import make_table, to_latex
 from t1lib.measure import manifest
-from t1lib.measure.environment import git_state, require_gpu
 from t1lib.measure.records import Numbers, Records
 
 _RUN = "_t1_run"  # the variable by which a kernel knows its run
@@ -58,7 +57,7 @@ class Run:
         self.params = params.Live(experiment, namespace, self._require_allowed)
         final = paths.outputs(self.params.checked()["profile"], experiment)
         # Taken at the start: an edit made during the run must make the run stale, and a commit is not the run's.
-        self._commit = git_state()
+        self._commit = manifest.git_state()
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
         self._inputs: dict[str, str] = {}
         self._numbers = Numbers()
@@ -120,7 +119,7 @@ class Run:
         if not measures:
             manifest.require_finished(final, given)
             return
-        require_gpu(given["profile"])
+        manifest.require_gpu(given["profile"])
         if not self._driven:
             manifest.require_replaceable(final)
 

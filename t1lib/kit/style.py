@@ -8,7 +8,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from t1lib.kit.tables import memory_unit
 from t1lib.measure.records import format_number, median, pick
@@ -98,7 +98,7 @@ def subplots(height: float, columns: int = 1, **kwargs: object) -> tuple[Figure,
 def plain_numbers(axes: Axes) -> None:
     """Label a logarithmic y axis at 1, 2, 5, 10, … with plain numbers, not powers of ten."""
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 

@@ -78,16 +78,13 @@ class HeadBench:
         sizes = {"tokens": len(self.e), "vocabulary": len(self.w)}
         uniform = {name: torch.rand(size, generator=torch.Generator().manual_seed(7)) for name, size in sizes.items()}
         self.drawn = {name: (0.5 + values).to(self.device) for name, values in uniform.items()}
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._function = cache(loss_function)  # making one again would compile it again
         self._exact: tuple[Any, dict[str, Tensor]] | None = None  # the last reference, and of what it is one
         self._products: dict[str, Callable[[], Tensor]] = {}
 
     def function(self, case: Case) -> Callable[..., Any]:
-        """The case's method with its settings; kept, as making it again would compile it again."""
-        own = f"{case.method} {case.settings}"
-        if own not in self._functions:
-            self._functions[own] = loss_function(case.method, **case.settings)
-        return self._functions[own]
+        """The case's method with its settings."""
+        return self._function(case.method, **case.settings)
 
     def call(self, case: Case, dtype: torch.dtype | None = None) -> Call:
         """The call of a case; in `dtype`, if one is given."""
@@ -194,7 +191,7 @@ class HeadBench:
         return min(tokens, len(self.e))
 
     def attempt(self, variant: str, action: Callable[[], Any]) -> tuple[Any, str, str]:
-        """`attempt`, for which several processes may have to agree."""
+        """As the function `attempt`; several processes may have to agree."""
         return attempt(action, variant in PEERS)
 
     def admit(
