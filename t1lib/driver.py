@@ -170,8 +170,7 @@ def list_command(arguments: argparse.Namespace) -> int:
 
 
 def report_command(arguments: argparse.Namespace) -> int:
-    """Redraw what is finished, unless nothing has changed since its run; write the claims into docs/results.md, and
-    build the PDFs; returns 0."""
+    """Redraw what has changed since its run, write the claims into docs/results.md, and build the PDFs; returns 0."""
     os.environ["MPLBACKEND"] = "Agg"  # writes files only, and needs no display
     from t1lib.kit import latex
     from t1lib.kit.run import redraw

@@ -35,8 +35,7 @@ class _Plain(ast.NodeTransformer):
 
 @cache  # a notebook whose first cells run again asks for all modules again: a second
 def meaning(text: str) -> str:
-    """The SHA-256 of what Python code means, in any version of Python; of the text itself if it is not Python, such as
-    a cell with a magic."""
+    """The SHA-256 of what Python code means, in any version of Python; of the text itself if it is none."""
     with suppress(SyntaxError, ValueError):
         text = ast.unparse(_Plain().visit(ast.parse(text)))  # a dump of the tree would name each version's own fields
     return hashlib.sha256(text.encode()).hexdigest()

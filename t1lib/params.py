@@ -120,8 +120,7 @@ def _parse(text: str, where: str) -> dict[str, Parameter]:
 
 
 def _check(known: Mapping[str, Parameter], values: Values, where: str, profile: str | None = None) -> Values:
-    """Return `values` as the declared types, for this profile if one is named; raise a `T1Error` that says `where` a
-    wrong one comes from."""
+    """`values` as the declared types, for this profile if one is named; errors say `where` a wrong one comes from."""
     checked = {}
     for name, value in values.items():
         parameter = known[choose(f"parameter in {where}:", name, known)]
@@ -216,8 +215,7 @@ class Live:
         return re.findall(r"^(\w+) = ", self._ran(rf"\A{INJECTED}") or "", re.M)
 
     def checked(self) -> Values:
-        """All parameters. Raises `T1Error` for a value of the wrong type or outside its bound, for a variable that is
-        missing, and for a profile that has no file."""
+        """All parameters. Raises `T1Error` for a wrong or missing variable, and for a profile that has no file."""
         if self._now() != self._seen:
             self._values = self._load()
             self._seen = copy.deepcopy(self._now())

@@ -166,8 +166,7 @@ class Run:
         return figure
 
     def table(self, name: str, rows: Iterable[dict[str, object]], text_columns: int = 1) -> pd.DataFrame:
-        """Save a table as LaTeX, and return it to be shown. Each row maps columns to values; the first `text_columns`
-        are text."""
+        """Save a table of rows, column → value, as LaTeX; returns it to be shown. The first `text_columns` are text."""
         made = make_table(rows)
         self._cells.draw(f"tables/{name}")
         (self.outdir / "tables").mkdir(parents=True, exist_ok=True)
@@ -232,8 +231,7 @@ def redraw(profile: str, experiment: str) -> list[str]:
 
 
 def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True) -> None:
-    """Run a notebook's cells here, without measuring or printing, on the samples of a finished run; its files go to
-    `folder`. Raises as `redraw`."""
+    """Run a notebook's cells without measuring, on a finished run's samples, into `folder`. Raises as `redraw`."""
     folder.mkdir(parents=True, exist_ok=True)
     content, known = manifest.require_finished(paths.outputs(profile, experiment), {}), params.declared(experiment)
     able = "measure" in known

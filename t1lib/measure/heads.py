@@ -120,8 +120,7 @@ class HeadBench:
         return {name: value for name, value in found.items() if value is not None}
 
     def reference(self, case: Case) -> dict[str, Tensor]:
-        """The exact result of a case, in the reference's dtype; the last one is kept until times or memory are
-        measured."""
+        """The exact result of a case, in the reference's dtype; kept until another's, times or memory are measured."""
         changes = None if isinstance(case.ignored, Tensor) else (case.options, case.ignored)
         if self._exact is None or changes is None or self._exact[0] != changes:
             self._exact = None  # before another takes memory

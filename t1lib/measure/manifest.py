@@ -91,11 +91,9 @@ def environment() -> dict[str, str | int | float]:
 
 
 def git_state() -> dict[str, str | bool]:
-    """The commit, and whether any file outside outputs/, into which runs write, differs from it.
-
-    Without git, the values come from `T1_COMMIT` and `T1_DIRTY` (1 or 0); a value that is not given is "unknown".
-    Raises `T1Error` for a `T1_COMMIT` that is not a full commit hash.
-    """
+    """The commit, and whether any file outside outputs/, into which runs write, differs from it. Without git, they come
+    from `T1_COMMIT` and `T1_DIRTY` (1 or 0), else are "unknown". Raises `T1Error` for a `T1_COMMIT` that is no full
+    hash, or not git's."""
     git, given = ("git", "-C", str(paths.root())), os.environ.get("T1_COMMIT") or "unknown"
     whole = given == "unknown" or re.fullmatch("[0-9a-f]{40}", given) is not None
     require(whole, f"T1_COMMIT is {given!r}; allowed: a commit's 40 hexadecimal digits")
@@ -154,8 +152,7 @@ def device(content: Mapping[str, Any]) -> str:
 
 
 def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> str | None:
-    """Why `folder` is not the finished run of this notebook with these parameters, by code of the same meaning; None if
-    it is."""
+    """Why `folder` is not the finished run of this notebook with these parameters by this code; None if it is."""
     content = read(folder)
     if content is None:
         return damage(folder)
@@ -170,10 +167,8 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> 
 
 
 def damage(folder: Path, report: bool = True) -> str | None:
-    """Which file of a run is not, to the byte, as the run left it; "missing" without a run, None if all are.
-
-    report  include the PDF that was built from it, which can be built again without measuring
-    """
+    """Which file of a run is not, to the byte, as the run left it; "missing" without a run, None if all are. report:
+    include the PDF that was built from it, which can be built again without measuring"""
     content = read(folder)
     if content is None:
         return f"{NAME} is not as the run left it" if (folder / NAME).exists() else "missing"

@@ -47,8 +47,7 @@ def ran(device: torch.device) -> str:
 
 
 def across(values: dict[str, float], combine: Callable[..., Tensor] = torch.amax) -> dict[str, float]:
-    """The maximum of each value over the ranks, or what else combines them; NaN if any is. Returned on every rank, once
-    all have called this."""
+    """On every rank, the maximum of each value over all of them, or what else combines these; NaN if any is."""
     mine = torch.tensor(list(values.values()), dtype=torch.float64)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
@@ -94,8 +93,7 @@ def measure_ranks(
 
 
 def _result(workers: list[Isolated], limit: float) -> Any:
-    """What rank 0 returns, once all have. Raises for the first that is lost, else for the first that fails, and for the
-    time limit."""
+    """What rank 0 returns, once all have. Raises for the first that is lost, else fails, and for the time limit."""
     end, among = time.monotonic() + limit, f"of {len(workers)}"
     left, result, failures = {worker.pipe: rank for rank, worker in enumerate(workers)}, None, []
     while left and (ready := connection.wait(left, max(0.0, end - time.monotonic()))):
