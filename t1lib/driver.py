@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import matplotlib
 import papermill
 import psutil
 from papermill.exceptions import PapermillExecutionError
@@ -171,10 +172,10 @@ def list_command(arguments: argparse.Namespace) -> int:
 
 def report_command(arguments: argparse.Namespace) -> int:
     """Redraw what has changed since its run, write the claims into docs/results.md, and build the PDFs; returns 0."""
-    os.environ["MPLBACKEND"] = "Agg"  # writes files only, and needs no display
     from t1lib.kit import latex
     from t1lib.kit.run import redraw
 
+    matplotlib.use("Agg")  # writes files only, and needs no display
     profile = manifest.default_profile() if arguments.profile == "auto" else arguments.profile
     folder = paths.root() / "outputs" / choose("profile", profile, [*params.profiles(), "auto"])
     finished = [name for name in params.experiments() if manifest.read(folder / name)]

@@ -110,7 +110,9 @@ def test_bad_input_is_one_error_before_anything_runs(checkout, bad_command, monk
     checkout.add("demo")
     checkout.add("other", parameters='profile: str = "smoke"', yaml="")
     checkout.params("demo", "profile: h200\n", "h200")
+    before = dict(os.environ)
     bad_command(message, *arguments)
+    assert os.environ == before  # kernels of later runs inherit it
     assert not list(checkout.root.glob("outputs/*/*"))
 
 
