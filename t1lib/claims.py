@@ -57,8 +57,7 @@ class Claim:
 
 
 def read_claims() -> list[Claim]:
-    """All claims, in the order of claims.yaml. Raises `T1Error` if it cannot be read, holds none, or one that is not
-    of the form that the error names."""
+    """All claims, in the order of claims.yaml. Raises `T1Error` if it holds none, or cannot be read as such."""
     try:
         lists = TypeAdapter(dict[str, list[Claim]]).validate_python(params.read_yaml(paths.root() / FILE))
     except ValidationError as error:
@@ -86,11 +85,8 @@ def write_page() -> None:
 
 
 def doubts(folder: Path, experiment: str) -> str | None:
-    """Why the numbers in a run's folder are no answer to its claims; None if they are.
-
-    The manifest must be this experiment's, the parameters the profile's, every file the one that the manifest lists,
-    and the numbers must come out of the samples again.
-    """
+    """Why the numbers in a run's folder are no answer to its claims; None if the manifest is this experiment's, the
+    parameters are the profile's, files are as the manifest lists them, and samples give the same numbers again."""
     if why := manifest.damage(folder):
         return why
     content = manifest.read(folder)
@@ -141,8 +137,7 @@ def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
 
 
 def check_command(arguments: argparse.Namespace) -> int:
-    """Check the claims of experiments ("all", or nothing, for every one) and print what was found; returns the exit
-    code: 0, or 1 if a claim fails or a run is in doubt."""
+    """Check the claims of experiments ("all", or none, for every one); returns 1 if one fails or a run is in doubt."""
     claims, experiments, known = read_claims(), arguments.experiments, params.experiments()
     for name in [*experiments, *(claim.experiment for claim in claims)]:
         choose("experiment", name, [*known, "all"])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import matplotlib
 import papermill
 import psutil
 from papermill.exceptions import PapermillExecutionError
@@ -23,20 +24,16 @@ from t1lib import claims, params, paths
 from t1lib.errors import T1Error, UnavailableError, choose, require
 from t1lib.files import locked, writing
 from t1lib.measure import manifest
-from t1lib.measure.environment import default_profile, require_gpu
 from t1lib.signals import EXIT_INTERRUPTED
 
 
 def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> tuple[str, dict[str, params.Values]]:
-    """Return the profile, and the parameters of the experiments `names` ("all", or nothing, for every one), checked.
-
-    An override goes to the experiments that declare it. Raises `T1Error` for an unknown experiment,
-    profile or parameter, a value of the wrong type, and an output folder that cannot be made.
-    """
+    """The profile, and the parameters of the experiments `names` ("all", or nothing, for every one). An override goes
+    to those that declare it. Raises `T1Error` as `params.resolve`, and for an output folder that cannot be made."""
     known = params.experiments()
     require(bool(known), "no experiments: notebooks/ holds no notebook with parameters")
     chosen = known if not names or "all" in names else [choose("experiment", name, known) for name in names]
-    profile = overrides.get("profile", default_profile()) if profile == "auto" else profile
+    profile = overrides.get("profile", manifest.default_profile()) if profile == "auto" else profile
     choose("profile", profile, [*params.profiles(), "auto"])
     resolved = {}
     for name in chosen:
@@ -54,8 +51,7 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> tu
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the experiments whose outputs are not up to date; return the exit code (0, 1 or 130). If one fails, the
-    others still run. Raises `T1Error` before anything runs: as `plan` does, and for a GPU profile without a GPU.
-    """
+    others still run. Raises `T1Error` before anything runs: as `plan` does, and for a GPU profile without a GPU."""
     profile, resolved = plan(arguments.experiments, arguments.profile, dict(arguments.parameters))
     due = []
     for experiment, parameters in resolved.items():
@@ -71,7 +67,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     if not due:
         print(f"nothing to do: {len(resolved)} experiments up to date")
         return 0
-    require_gpu(profile)
+    manifest.require_gpu(profile)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does
     try:
         failed = [experiment for experiment in due if not _attempt(experiment, profile, resolved[experiment])]
@@ -97,7 +93,7 @@ def _attempt(experiment: str, profile: str, parameters: params.Values) -> bool:
             shutil.rmtree(staging, ignore_errors=True)  # left by a run that failed or was killed
             staging.mkdir(parents=True)
             _execute(experiment, parameters, staging)
-            manifest.list_again(staging)  # with executed.ipynb
+            manifest.change(staging, files=manifest.files(staging))  # with executed.ipynb
             manifest.publish(staging, final)
         outcome = "done"
     except T1Error as error:
@@ -129,8 +125,12 @@ def _execute(experiment: str, parameters: params.Values, staging: Path) -> None:
                     process.kill()
             raise
         except Exception as error:
-            came = f"its notebook as far as it came: {paths.shown(executed)}"
-            raise T1Error(f"{_explain(error)}\n       {came}") from None
+            where, name, told = "", type(error).__name__, str(error)  # such as of a kernel that died, or a full disk
+            if isinstance(error, PapermillExecutionError):
+                where = f"cell In [{error.exec_count}] (`{params.first_line(error.source)}`): "
+                name, told = error.ename, error.evalue or ""
+            why = f"{where}{name}: {''.join(told.strip().splitlines()[:1])[:300]}"
+            raise T1Error(f"{why}\n       its notebook as far as it came: {paths.shown(executed)}") from None
     require(manifest.read(staging) is not None, "the notebook ended without run.finish()")
     # Absolute paths, of the checkout or where packages are, name a user's or a machine's folders: they become relative.
     text = executed.read_text(encoding="utf-8")
@@ -140,21 +140,12 @@ def _execute(experiment: str, parameters: params.Values, staging: Path) -> None:
     executed.write_text(text, encoding="utf-8", newline="\n")
 
 
-def _explain(error: Exception) -> str:
-    """Return a line that names the exception and, if one failed, the cell."""
-    where, name, told = "", type(error).__name__, str(error)  # such as of a kernel that died, or a full disk
-    if isinstance(error, PapermillExecutionError):
-        where = f"cell In [{error.exec_count}] (`{params.first_line(error.source)}`): "
-        name, told = error.ename, error.evalue or ""
-    return f"{where}{name}: {''.join(told.strip().splitlines()[:1])[:300]}"
-
-
 def _measured(content: Mapping[str, Any]) -> str:
     return f"measured {content['started']} on {manifest.device(content)} in {content['seconds']:.0f} s"
 
 
 def _state(experiment: str, profile: str) -> str:
-    """Return "done", "stale" (and why) or "missing" for an experiment under a profile; when and where it was run."""
+    """Whether it is done, stale (and why) or missing, for an experiment under a profile; when and where it was run."""
     if not paths.params_file(profile, experiment).is_file():
         return "no parameters"
     folder = paths.outputs(profile, experiment)
@@ -167,7 +158,7 @@ def _state(experiment: str, profile: str) -> str:
 def list_command(arguments: argparse.Namespace) -> int:
     """Print experiments and the state of their outputs; returns 0."""
     named = [choose("experiment", name, params.experiments()) for name in arguments.experiments]
-    print(f"profiles: {', '.join(params.profiles())} (auto here: {default_profile()})")
+    print(f"profiles: {', '.join(params.profiles())} (auto here: {manifest.default_profile()})")
     for experiment in named or params.experiments():
         print(f"\n{experiment}  {params.about(experiment).get('title', '')}".rstrip())
         for profile in params.profiles():
@@ -180,13 +171,12 @@ def list_command(arguments: argparse.Namespace) -> int:
 
 
 def report_command(arguments: argparse.Namespace) -> int:
-    """Redraw what is finished, unless nothing has changed since its run; write the claims into docs/results.md, and
-    build the PDFs; returns 0."""
-    os.environ["MPLBACKEND"] = "Agg"  # writes files only, and needs no display
+    """Redraw what has changed since its run, write the claims into docs/results.md, and build the PDFs; returns 0."""
     from t1lib.kit import latex
     from t1lib.kit.run import redraw
 
-    profile = default_profile() if arguments.profile == "auto" else arguments.profile
+    matplotlib.use("Agg")  # writes files only, and needs no display
+    profile = manifest.default_profile() if arguments.profile == "auto" else arguments.profile
     folder = paths.root() / "outputs" / choose("profile", profile, [*params.profiles(), "auto"])
     finished = [name for name in params.experiments() if manifest.read(folder / name)]
     require(bool(finished), f"no finished run in {paths.shown(folder)}; `python -m t1lib run` makes them")

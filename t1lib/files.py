@@ -33,9 +33,7 @@ def writing(path: Path) -> Iterator[None]:
 @contextmanager
 def whole(path: Path, writers: str = "") -> Iterator[Path]:
     """Yield a temporary path for a file or a folder, renamed to `path` once written: `path` is never incomplete.
-
-    `writers` distinguishes processes that may write it at the same time. Raises `T1Error` if it cannot be written.
-    """
+    `writers` distinguishes processes that may write it at the same time. Raises `T1Error` if it cannot be written."""
     partial_path = path.with_name(f".{path.stem}{writers}.partial{path.suffix}")
     try:
         with writing(path):
@@ -63,8 +61,7 @@ def signed(content: dict[str, Any]) -> bytes:
 
 
 def read_signed(path: Path) -> dict[str, Any]:
-    """What `signed` was given. Raises `T1Error` for a file that cannot be read, or is not as it was written, to the
-    byte."""
+    """What `signed` was given. Raises `T1Error` for a file that cannot be read, or is not, to the byte, as written."""
     try:
         data = path.read_bytes()
         content = json.loads(data)
@@ -97,8 +94,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path, otherwise: str) -> Iterator[None]:
-    """Hold the lock file `path` until the block or this process ends. Raises `T1Error(otherwise)` if another process
-    holds it."""
+    """Hold the lock file `path` until the block or process ends. Raises `T1Error(otherwise)` if another one does."""
     lock = FileLock(path, timeout=0)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

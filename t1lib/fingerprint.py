@@ -8,6 +8,7 @@ import hashlib
 import sys
 from contextlib import suppress
 from functools import cache
+from modulefinder import ModuleFinder
 from pathlib import Path
 
 from t1lib import params, paths
@@ -34,8 +35,7 @@ class _Plain(ast.NodeTransformer):
 
 @cache  # a notebook whose first cells run again asks for all modules again: a second
 def meaning(text: str) -> str:
-    """The SHA-256 of what Python code means, in any version of Python; of the text itself if it is not Python, such as
-    a cell with a magic."""
+    """The SHA-256 of what Python code means, in any version of Python; of the text itself if it is none."""
     with suppress(SyntaxError, ValueError):
         text = ast.unparse(_Plain().visit(ast.parse(text)))  # a dump of the tree would name each version's own fields
     return hashlib.sha256(text.encode()).hexdigest()
@@ -47,32 +47,20 @@ def notebook(experiment: str) -> str:
     return hashlib.sha256("".join(meaning(cell["source"]) for cell in cells).encode()).hexdigest()
 
 
-def _texts() -> dict[str, str]:
-    """The source of each module of the kit as it stands on the disk."""
+def everything() -> dict[str, str]:
+    """The meaning of all modules of the kit, as they stand on the disk."""
     found = {}
     for path in sorted(_ROOT.rglob("*.py")):
         name = ".".join(path.relative_to(_ROOT.parent).with_suffix("").parts)
-        found[name.removesuffix(".__init__")] = path.read_text(encoding="utf-8")
+        found[name.removesuffix(".__init__")] = meaning(path.read_text(encoding="utf-8"))
     return found
-
-
-def everything() -> dict[str, str]:
-    """The meaning of all modules of the kit."""
-    return {name: meaning(text) for name, text in _texts().items()}
 
 
 def loaded() -> list[str]:
     """The modules of the kit that this process has loaded, and those that they import, anywhere in them: processes that
     it started have loaded them."""
-    waiting, found, texts = list(sys.modules), set(), _texts()
-    while waiting:
-        name = waiting.pop()
-        if name in found or name not in texts:
-            continue
-        found.add(name)
-        for node in ast.walk(ast.parse(texts[name])):
-            if isinstance(node, ast.Import):
-                waiting += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:  # names that it imports may be modules too
-                waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return sorted(found)
+    finder = ModuleFinder([str(_ROOT.parent)])
+    for name in [name for name in sys.modules if name.partition(".")[0] == _ROOT.name]:
+        with suppress(ImportError):  # its file is gone
+            finder.import_hook(name)
+    return sorted(name for name in finder.modules if name.partition(".")[0] == _ROOT.name)

@@ -30,11 +30,9 @@ def grow_segments() -> None:
 
 
 def pinned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A flat host tensor of zeros that `device` can copy from and to asynchronously; plain memory for a CPU.
-
-    Ordinary memory is registered with CUDA, because PyTorch's pinned allocator rounds up to a power of two; small
-    tensors, which would share pages, come from that allocator.
-    """
+    """A flat host tensor of zeros that `device` can copy from and to asynchronously; plain memory for a CPU. Ordinary
+    memory is registered with CUDA, because PyTorch's pinned allocator rounds up to a power of two; small tensors, which
+    would share pages, come from that allocator."""
     cuda = device.type == "cuda"
     if not cuda or 0 < numel * dtype.itemsize < SMALL:
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=cuda)

@@ -30,11 +30,9 @@ INJECTED = "# Parameters"  # the first line of the cell in which papermill sets 
 
 
 class Parameter(NamedTuple):
-    """One declared parameter: its type as written, its default, and its comment."""
-
-    type: str
+    type: str  # as written
     default: Any
-    help: str
+    help: str  # the comment
 
     def allowed(self) -> Any:
         """The type, with the bound of the help, as pydantic reads it."""
@@ -96,8 +94,7 @@ def holds_parameters(cell: Mapping[str, Any]) -> bool:
 
 def declared(experiment: str) -> dict[str, Parameter]:
     """The parameters that an experiment's notebook declares, in order. Raises `T1Error` for an unknown experiment, and
-    for a line that is not `name: type = literal  # help` with a type in `TYPES` and a literal within the help's bound.
-    """
+    for a line that is not `name: type = literal  # help` with a type in `TYPES` and a literal within its bound."""
     path = paths.notebook(choose("experiment", experiment, experiments()))
     return _parse(next(filter(holds_parameters, code_cells(path)))["source"], paths.shown(path))
 
@@ -118,13 +115,12 @@ def _parse(text: str, where: str) -> dict[str, Parameter]:
         choose(f"type of the parameter {name!r} in {where}:", kind, TYPES)
         comment = lines[node.end_lineno - 1][node.end_col_offset :].decode().lstrip("# ")
         found[name] = Parameter(kind, default, comment)
-    defaults = _check(found, {name: parameter.default for name, parameter in found.items()}, where)
-    return {name: parameter._replace(default=defaults[name]) for name, parameter in found.items()}
+        found[name] = found[name]._replace(default=_check(found, {name: default}, where)[name])
+    return found
 
 
 def _check(known: Mapping[str, Parameter], values: Values, where: str, profile: str | None = None) -> Values:
-    """Return `values` as the declared types, for this profile if one is named; raise a `T1Error` that says `where` a
-    wrong one comes from."""
+    """`values` as the declared types, for this profile if one is named; errors say `where` a wrong one comes from."""
     checked = {}
     for name, value in values.items():
         parameter = known[choose(f"parameter in {where}:", name, known)]
@@ -173,10 +169,8 @@ def _read_profile(experiment: str, profile: str, known: Mapping[str, Parameter])
 
 def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None = None) -> Values:
     """An experiment's parameters: defaults, then params/<profile>/<experiment>.yaml, then `overrides`, in which texts
-    are read as on a command line (`-p steps 3`).
-
-    Raises `T1Error`, in one or two lines, for an unknown experiment, profile or parameter, a missing or nested YAML
-    file or one with a name twice, and a value of the wrong type or outside its bound.
+    are read as on a command line (`-p steps 3`). Raises `T1Error` for an unknown experiment, profile or parameter, a
+    missing or nested YAML file or one with a name twice, and a value of the wrong type or outside its bound.
     """
     known, given = declared(experiment), dict(overrides or {})
     values = {name: parameter.default for name, parameter in known.items()}
@@ -189,15 +183,14 @@ def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None =
 
 
 class Live:
-    """The parameters of a running notebook as attributes: whatever their cells say now, checked.
+    """The parameters of a running notebook as attributes: whatever their cells say now, checked. `read_into` receives
+    the name and the value of each that is read.
 
-    Whoever names a profile gets its values, except where a variable was set by hand, in the parameters cell or below
-    it, or by papermill: where it is not what the profile `BASE` says, which the committed parameters cells repeat.
+    Whoever names a profile gets its values, except where a variable was set by papermill or by hand: where it is not
+    what the profile `BASE` says, which the committed parameters cells repeat.
 
     namespace  the notebook's global variables, with IPython's list `In` of what was run
     allow      called with all of them when one has changed; raises `T1Error` for what must not be run here
-
-    `read_into`: receives the name and the value of each parameter that is read.
     """
 
     def __init__(self, experiment: str, namespace: Values, allow: Callable[[Values], None]) -> None:
@@ -222,8 +215,7 @@ class Live:
         return re.findall(r"^(\w+) = ", self._ran(rf"\A{INJECTED}") or "", re.M)
 
     def checked(self) -> Values:
-        """All parameters. Raises `T1Error` for a value of the wrong type or outside its bound, for a variable that is
-        missing, and for a profile that has no file."""
+        """All parameters. Raises `T1Error` for a wrong or missing variable, and for a profile that has no file."""
         if self._now() != self._seen:
             self._values = self._load()
             self._seen = copy.deepcopy(self._now())

@@ -34,11 +34,8 @@ def between_ms(start: Mark, end: Mark) -> float:
 
 
 class PhaseTimer:
-    """Wall time of a step and of its consecutive phases, each of which ends with a `mark` that names it.
-
-    `stop` waits once, for the work queued on the current stream (slide's copies that continue into the next step are on
-    other streams); `mark` never waits.
-    """
+    """Wall time of a step and of its consecutive phases, each ending with a `mark` that names it and never waits.
+    `stop` waits once, for the work queued on the current stream; slide's copies for the next step are on others."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)

@@ -48,14 +48,13 @@ class Checkout:
         """Leave in `folder` a finished run of a notebook under smoke, as if `python -m t1lib run` had made it."""
         from t1lib import fingerprint, params
         from t1lib.measure import manifest
-        from t1lib.measure.environment import git_state
 
         folder.mkdir(parents=True)
         (folder / "samples.csv").write_text(SAMPLES)
         (folder / "executed.ipynb").write_text("{}")
         made_of = {"notebook": fingerprint.notebook(name), "modules": fingerprint.everything()}
         keys = {"experiment": name, "profile": "smoke", "parameters": params.resolve(name, "smoke")}
-        manifest.write(folder, **keys, **git_state(), made_of=made_of, inputs={}, seconds=1.23)
+        manifest.write(folder, **keys, **manifest.git_state(), made_of=made_of, inputs={}, seconds=1.23)
 
     def params(self, name: str, yaml: str, profile: str = "smoke") -> None:
         path = self.root / "params" / profile / f"{name}.yaml"

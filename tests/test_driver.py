@@ -106,11 +106,13 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
     ],
 )
 def test_bad_input_is_one_error_before_anything_runs(checkout, bad_command, monkeypatch, arguments, message):
-    monkeypatch.setattr("t1lib.measure.environment._gpu", dict)
+    monkeypatch.setattr("t1lib.measure.manifest._gpu", dict)
     checkout.add("demo")
     checkout.add("other", parameters='profile: str = "smoke"', yaml="")
     checkout.params("demo", "profile: h200\n", "h200")
+    before = dict(os.environ)
     bad_command(message, *arguments)
+    assert os.environ == before  # kernels of later runs inherit it
     assert not list(checkout.root.glob("outputs/*/*"))
 
 

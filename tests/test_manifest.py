@@ -24,7 +24,9 @@ def test_a_run_is_stale_once_its_code_or_parameters_mean_something_else(checkout
     path = checkout.add("demo")
     folder = checkout.outputs("demo")
     checkout.finish(folder)
-    assert why(folder) is None
+    manifest.change(folder, report=manifest.entry(path))
+    assert manifest.damage(folder) == "../demo.pdf is not as the run left it"
+    assert why(folder) is None  # a report that is gone is no reason to measure again
     assert {"commit", "dirty", "environment", "made_of"} <= set(manifest.read(folder))
     assert why(folder, steps=3) == "parameters changed"
     content = json.loads(path.read_text())
@@ -37,17 +39,6 @@ def test_a_run_is_stale_once_its_code_or_parameters_mean_something_else(checkout
     path.write_text(json.dumps(content))
     assert why(folder) == "notebook changed"
     assert why(folder, steps=3) == "notebook, parameters changed"
-
-
-def test_a_report_that_is_gone_is_no_reason_to_measure_again(checkout):
-    add(checkout)
-    folder = checkout.outputs("demo")
-    checkout.finish(folder)
-    pdf = folder.with_name("demo.pdf")
-    pdf.write_bytes(b"%PDF")
-    manifest.note_report(folder)
-    pdf.unlink()
-    assert why(folder) is None and manifest.damage(folder) == "../demo.pdf is not as the run left it"
 
 
 def test_a_module_is_changed_once_it_means_something_else(tmp_path, monkeypatch):
@@ -150,11 +141,13 @@ def test_a_run_in_jupyterlab_publishes_figures_tables_and_numbers(checkout, monk
     add(checkout)
     checkout.params("demo", "profile: h200\n", "h200")
     with monkeypatch.context() as patch:
-        patch.setattr("t1lib.measure.environment._gpu", dict)
+        patch.setattr("t1lib.measure.manifest._gpu", dict)
         refused(partial(begin, profile="h200"), "profile 'h200' is for a GPU")
+    monkeypatch.setenv("T1_COMMIT", "a" * 40)
     with pyplot.rc_context({"figure.facecolor": "black"}):  # as a matplotlibrc may say
         run, final = begin(), checkout.outputs("demo")
         assert pyplot.rcParams["figure.facecolor"] == "white"
+    monkeypatch.setenv("T1_COMMIT", "b" * 40)  # as if one had been made meanwhile
     run.records.put("slide", "", {"wall_ms": 41.25})
     assert run.figure("wall", pyplot.figure()) and pyplot.get_fignums() == []  # else JupyterLab shows it twice
     assert list(run.table("main", [{"a": 1}])["a"]) == ["1"]
@@ -166,17 +159,8 @@ def test_a_run_in_jupyterlab_publishes_figures_tables_and_numbers(checkout, monk
         names = {path.relative_to(final).as_posix() for path in final.rglob("*") if path.is_file()}
         assert names == {"manifest.json", *manifest.read(final)["files"]} == {"manifest.json", "samples.csv", *MADE}
         assert manifest.damage(final) is None and "{demo.last}{41.2}{ms}" in (final / "numbers.tex").read_text()
-    assert manifest.read(final)["parameters"] == PARAMETERS
+    assert (manifest.read(final)["parameters"], manifest.read(final)["commit"]) == (PARAMETERS, "a" * 40)
     assert why(final) == "not run by `python -m t1lib run`"  # the driver would redo it
-
-
-def test_the_commit_is_that_of_a_runs_start(checkout, monkeypatch):
-    add(checkout)
-    monkeypatch.setenv("T1_COMMIT", "a" * 40)
-    run = begin()
-    monkeypatch.setenv("T1_COMMIT", "b" * 40)  # as if one had been made meanwhile
-    run.finish()
-    assert manifest.read(checkout.outputs("demo"))["commit"] == "a" * 40
 
 
 def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(checkout, monkeypatch, command):
@@ -189,7 +173,6 @@ def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(
     assert why(folder) is None and "{demo.last}{1.50}{ms}" in (folder / "numbers.tex").read_text()
     assert {**manifest.read(folder), "files": None} == {**before, "files": None}
     monkeypatch.setattr("t1lib.claims.write_page", lambda: None)
-    monkeypatch.setenv("MPLBACKEND", "Agg")  # which `report` sets, and kernels of later tests would inherit
     for told in ("demo [smoke] is drawn", "demo [smoke] redrew"):
         assert told in command("report", "--profile", "smoke", "--no-pdf")
         assert why(folder) is None

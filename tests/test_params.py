@@ -139,6 +139,7 @@ def test_a_profile_sets_what_nobody_else_has_set(checkout, capsys):
     assert capsys.readouterr().out == "params/mine/demo.yaml sets steps=90\n"
     edited = {"profile": "mine", "steps": 4, "rate": 0.5, "In": ["", cell]}
     assert live(dict(edited)).checked() == {"profile": "mine", "steps": 4, "rate": 2.0}
+    assert "the notebook's own, not as params/mine/demo.yaml has it: steps=4\n" in capsys.readouterr().out
     checkout.add("demo", parameters=cell, yaml="steps: 3\nrate: 0.5\n")
     assert live(dict(edited)).checked() == {"profile": "mine", "steps": 4, "rate": 2.0}
     refused(lambda: live(edited | {"profile": "h200"}).steps, "unknown profile 'h200'; allowed: mine, smoke")

@@ -15,7 +15,7 @@ from refusals import refused
 
 from t1lib.kit.run import Run
 from t1lib.kit.tables import make_table, mean_std
-from t1lib.measure.environment import default_profile, environment, git_state
+from t1lib.measure.manifest import default_profile, environment, git_state
 from t1lib.measure.records import Numbers, Records, escape_latex, format_number, gate_losses, numeric, statuses
 
 

@@ -150,14 +150,6 @@ def test_a_corrected_parameter_is_accepted_though_the_file_holds_the_wrong_one(c
     assert kernel.run("parameters", "step") == ""
 
 
-def test_values_that_a_notebook_keeps_as_its_own_are_named(checkout, kernel):
-    checkout.params("demo", "profile: mine\nsteps: 1\nscale: 3\n", "mine")
-    kernel.cells["parameters"] = PARAMETERS.replace("smoke", "mine")
-    assert "not as" not in kernel.run("parameters", "setup")
-    checkout.params("demo", "profile: smoke\nsteps: 9\n")  # now the cell's value looks edited, by hand
-    assert "the notebook's own, not as params/mine/demo.yaml has it: steps=" in kernel.run("parameters", "step")
-
-
 def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout, kernel):
     """The cells that a user runs who runs what `finish` asks for, first what it says comes first."""
     kernel.cells = {"parameters": PARAMETERS, "setup": SETUP, "factors": "low, high = 10 * p.scale, 20 * p.scale"}

@@ -32,12 +32,9 @@ _NO_PACKAGE = re.compile(r"LaTeX Error: File `(.+\.(?:sty|cls))' not found")
 
 
 def build(profile: str) -> list[Path]:
-    """Build outputs/<profile>/<report>.pdf of every report whose experiment has a finished run; return their paths.
-
-    A PDF is replaced only by a complete one. The same outputs and report sources give the same file, byte for byte.
-    Raises `UnavailableError` without TeX, and `T1Error` if no run is finished or LaTeX fails, naming its first error
-    (such as a number that the report quotes but the run did not produce).
-    """
+    """Build outputs/<profile>/<report>.pdf of every report whose experiment has a finished run; return their paths. The
+    same outputs and report sources give the same file, byte for byte. Raises `UnavailableError` without TeX, and
+    `T1Error` if no run is finished or LaTeX fails, naming its first error (such as a number that the run lacks)."""
     folders = [paths.outputs(profile, report) for report in REPORTS]
     finished, shown = [folder for folder in folders if manifest.read(folder)], paths.shown(folders[0].parent)
     command = f"python -m t1lib run {' '.join(REPORTS)} --profile {profile}"
@@ -66,7 +63,7 @@ def _build_one(outputs: Path) -> Path:
         _compile(folder, outputs.name, content["started"])
         with whole(final) as partial:
             shutil.copyfile(folder / f"{outputs.name}.pdf", partial)
-    manifest.note_report(outputs)
+    manifest.change(outputs, report=manifest.entry(final))
     return final
 
 

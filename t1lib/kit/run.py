@@ -27,7 +27,6 @@ from t1lib.kit.cells import Cells
 from t1lib.kit.style import STYLE
 from t1lib.kit.tables import make_table, to_latex
 from t1lib.measure import manifest
-from t1lib.measure.environment import git_state, require_gpu
 from t1lib.measure.records import Numbers, Records
 
 _RUN = "_t1_run"  # the variable by which a kernel knows its run
@@ -39,11 +38,10 @@ _NAMED = 240  # characters of an error about cells that are out of date
 class Run:
     """One run of an experiment, from its parameters to its published folder.
 
-    A cell that is run again replaces the records, figures, tables and numbers that it made; one that fails or is
-    interrupted leaves no records. Records that no longer follow from the parameters and cells before them are left out
-    of `frame`, and `finish` refuses to publish until all cells that are out of date have been run again.
-
-    With the parameter `measure` false the records are those of the finished run, whatever GPU is here.
+    A cell that is run again replaces what it made; one that fails or is interrupted leaves no records. Records that no
+    longer follow from the parameters and cells before them are left out of `frame`, and `finish` refuses to publish
+    until all cells that are out of date have been run again. With the parameter `measure` false the records are those
+    of the finished run, whatever GPU is here.
 
     Attributes: `params` (their values as the parameters cells now stand), `records`, `outdir` (where the notebook's own
     files belong), `device` (the records' own: CUDA if there is a GPU, else the CPU).
@@ -59,7 +57,7 @@ class Run:
         self.params = params.Live(experiment, namespace, self._require_allowed)
         final = paths.outputs(self.params.checked()["profile"], experiment)
         # Taken at the start: an edit made during the run must make the run stale, and a commit is not the run's.
-        self._commit = git_state()
+        self._commit = manifest.git_state()
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
         self._inputs: dict[str, str] = {}
         self._numbers = Numbers()
@@ -93,10 +91,8 @@ class Run:
     @classmethod
     def start(cls, experiment: str, namespace: dict[str, Any]) -> Self:
         """Begin a run, in a notebook's second code cell, which may be run again: `run = Run.start("t1m1", globals())`.
-
         Raises `T1Error` for a wrong parameter, for a profile that is not in params/ or needs a GPU where there is none,
-        and if it would replace results from another kind of GPU; with `measure` false, if there is no finished run with
-        these parameters.
+        and if it would replace another kind of GPU's results; with `measure` false, without a finished run like this.
         """
         plt.rcdefaults()  # what a matplotlibrc says, such as a dark background, is not for published figures
         plt.rcParams.update(STYLE)
@@ -123,7 +119,7 @@ class Run:
         if not measures:
             manifest.require_finished(final, given)
             return
-        require_gpu(given["profile"])
+        manifest.require_gpu(given["profile"])
         if not self._driven:
             manifest.require_replaceable(final)
 
@@ -146,7 +142,7 @@ class Run:
     def frame(self) -> pd.DataFrame:
         """The records that are up to date, one row each; prints which are left out. Also saves them to disk, so that a
         cell that fails later loses nothing. Where the frontend tells cells apart, those below the running one are left
-        out, as they are not there yet when a notebook runs from top to bottom."""
+        out, as they are when a notebook runs from top to bottom."""
         cells, at = self._saved_cells()
         below = () if at is None else {cell["id"] for cell in cells[at + 1 :]}
         self._cells.read_records(below)
@@ -170,8 +166,7 @@ class Run:
         return figure
 
     def table(self, name: str, rows: Iterable[dict[str, object]], text_columns: int = 1) -> pd.DataFrame:
-        """Save a table as LaTeX, and return it to be shown. Each row maps columns to values; the first `text_columns`
-        columns are text."""
+        """Save a table of rows, column → value, as LaTeX; returns it to be shown. The first `text_columns` are text."""
         made = make_table(rows)
         self._cells.draw(f"tables/{name}")
         (self.outdir / "tables").mkdir(parents=True, exist_ok=True)
@@ -189,10 +184,9 @@ class Run:
         self._inputs[name] = sha256
 
     def finish(self) -> None:
-        """Save records and numbers. Unless the command `run` drives the notebook, also publish the folder, which then
-        lacks executed.ipynb, so that `run` would redo it. With `measure` false, the finished run gets the new figures,
-        tables and numbers. Raises `T1Error` if a cell has to be run first, for the first time or again.
-        """
+        """Save records and numbers. Unless the command `run` drives the notebook, also publish the folder (`run` would
+        redo it, as it lacks executed.ipynb); with `measure` false, the new figures, tables and numbers of the finished
+        run. Raises `T1Error` if a cell has to be run first, for the first time or again."""
         late = [f"`{cell.title}`: {why}" for cell, why in self._cells.out_of_date()]
         named = shorten("; ".join(late), _NAMED, placeholder="…")
         require(not late, f"cells to run again before this one: {len(late)}. {named}")
@@ -229,19 +223,15 @@ class Run:
 
 
 def redraw(profile: str, experiment: str) -> list[str]:
-    """Make all figures, tables and numbers of a finished run again; returns the names of the files.
-
-    The manifest takes their new hashes and keeps the rest; if a cell fails, everything stays as it was.
-    Raises `T1Error` if there is no finished run, or if its samples have changed since it finished.
-    """
+    """Make all figures, tables and numbers of a finished run again; returns the names of the files. If a cell fails,
+    everything stays as it was. Raises `T1Error` without a finished run, or if its samples have changed since."""
     with tempfile.TemporaryDirectory() as fresh:
         run_cells(profile, experiment, Path(fresh))
         return manifest.replace_drawn(Path(fresh), paths.outputs(profile, experiment))
 
 
 def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True) -> None:
-    """Run a notebook's cells in this process, without measuring, on the samples of a finished run; its files go to
-    `folder`. What the cells print is not shown. Raises as `redraw`."""
+    """Run a notebook's cells without measuring, on a finished run's samples, into `folder`. Raises as `redraw`."""
     folder.mkdir(parents=True, exist_ok=True)
     content, known = manifest.require_finished(paths.outputs(profile, experiment), {}), params.declared(experiment)
     able = "measure" in known

@@ -45,8 +45,7 @@ def to_latex(frame: pd.DataFrame, text_columns: int = 1) -> str:
 
 
 def _column(name: str, cells: pd.Series, text: bool, most: int) -> str:
-    """The LaTeX specification of a column as wide as its longest cell (of text, at `most` this many characters) or as
-    the longest word of its header."""
+    """LaTeX for a column as wide as its longest cell (of text, at `most` so many characters) or word of its header."""
     longest = int(cells.str.len().max()) if len(cells) else 0
     width = max(min(longest, most) if text else longest, *map(len, name.split()), 1)
     ragged, kind = ("raggedright", "p") if text else ("raggedleft", "b")

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +18,13 @@ from t1lib.heads.fused import kernels_run
 from t1lib.heads.fused_plan import TILES, device_of
 from t1lib.measure.isolate import is_out_of_memory
 from t1lib.measure.memory import AllocatorTimeline, storage_bytes
-from t1lib.measure.operands import operands
 from t1lib.measure.peers import PEERS, loss_function
-from t1lib.measure.progress import progress
 from t1lib.measure.records import Records
-from t1lib.measure.timing import LeadIn, phases_ms, rounds
+from t1lib.measure.timing import LeadIn, phases_ms, progress, rounds
 
 IGNORED = -100
 CHUNK_BYTES = 2**30  # most bytes of logits in a chunk of the reference
+PEAKED_STD = 6.0  # of the logits; for a trained model it is 5 to 8
 
 Key = tuple[str, ...]  # variant, phase, and whatever else tells two measurements of them apart
 Runner = Callable[[bool], dict[str, float]]  # measures once, behind the lead-in or, for a warm-up, without: name → ms
@@ -78,16 +78,13 @@ class HeadBench:
         sizes = {"tokens": len(self.e), "vocabulary": len(self.w)}
         uniform = {name: torch.rand(size, generator=torch.Generator().manual_seed(7)) for name, size in sizes.items()}
         self.drawn = {name: (0.5 + values).to(self.device) for name, values in uniform.items()}
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._function = cache(loss_function)  # making one again would compile it again
         self._exact: tuple[Any, dict[str, Tensor]] | None = None  # the last reference, and of what it is one
         self._products: dict[str, Callable[[], Tensor]] = {}
 
     def function(self, case: Case) -> Callable[..., Any]:
-        """The case's method with its settings; kept, because making it again would compile it again."""
-        own = f"{case.method} {case.settings}"
-        if own not in self._functions:
-            self._functions[own] = loss_function(case.method, **case.settings)
-        return self._functions[own]
+        """The case's method with its settings."""
+        return self._function(case.method, **case.settings)
 
     def call(self, case: Case, dtype: torch.dtype | None = None) -> Call:
         """The call of a case; in `dtype`, if one is given."""
@@ -123,8 +120,7 @@ class HeadBench:
         return {name: value for name, value in found.items() if value is not None}
 
     def reference(self, case: Case) -> dict[str, Tensor]:
-        """The exact result of a case, in the reference's dtype; the last one is kept until times or memory are
-        measured."""
+        """The exact result of a case, in the reference's dtype; kept until another's, times or memory are measured."""
         changes = None if isinstance(case.ignored, Tensor) else (case.options, case.ignored)
         if self._exact is None or changes is None or self._exact[0] != changes:
             self._exact = None  # before another takes memory
@@ -134,7 +130,7 @@ class HeadBench:
         return self._exact[1]
 
     def forget(self) -> None:
-        """Free the reference, so that it takes no memory from what is measured next."""
+        """Free the reference, which would take memory from what is measured next."""
         if self._exact is not None:
             self._exact = None
             free_cached()
@@ -156,7 +152,7 @@ class HeadBench:
         return times | {"both": sum(times.values()), "host": host}
 
     def phases(self, phases: dict[str, Callable[[], object]], queued: bool = True) -> dict[str, float]:
-        """Times in ms of functions that are called one after the other."""
+        """Times in ms of functions that are called one after the other, behind the lead-in if `queued`."""
         return phases_ms(phases, self.device, self.lead if queued else None)[0]
 
     def products(self, queued: bool = True) -> dict[str, float]:
@@ -194,7 +190,7 @@ class HeadBench:
         return min(tokens, len(self.e))
 
     def attempt(self, variant: str, action: Callable[[], Any]) -> tuple[Any, str, str]:
-        """`attempt`, for which several processes may have to agree."""
+        """As the function `attempt`; several processes may have to agree."""
         return attempt(action, variant in PEERS)
 
     def admit(
@@ -282,15 +278,43 @@ def free_cached() -> None:
 
 
 def differences(prefix: str, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """Relative differences of results, by `prefix`, "_" and their names."""
-    return {f"{prefix}_{name}": relative_error(value, wanted[name]) for name, value in found.items()}
+    """Relative differences of results, ‖found − wanted‖ / ‖wanted‖ (Frobenius) in float64, 0 if nothing differs; by
+    `prefix`, "_" and their names."""
+    relative = {}
+    for name, value in found.items():
+        above = below = 0.0
+        blocks = (torch.atleast_1d(t).split(8192) for t in (value, wanted[name]))  # to avoid a float64 copy of all
+        for a, b in zip(*blocks, strict=True):
+            a, b = a.double(), b.double()
+            above, below = above + (a - b).square().sum(), below + b.square().sum()
+        relative[f"{prefix}_{name}"] = float((above / below).sqrt()) if above != 0 else 0.0
+    return relative
 
 
-def relative_error(found: Tensor, wanted: Tensor, rows: int = 8192) -> float:
-    """‖found − wanted‖ / ‖wanted‖ (Frobenius) in float64, 0 if nothing differs; a block of rows at a time, to avoid a
-    float64 copy of all."""
-    above = below = 0.0
-    for a, b in zip(torch.atleast_1d(found).split(rows), torch.atleast_1d(wanted).split(rows), strict=True):
-        a, b = a.double(), b.double()
-        above, below = above + (a - b).square().sum(), below + b.square().sum()
-    return float((above / below).sqrt()) if above != 0 else 0.0
+def operands(
+    data: str, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, seed: int = 0,
+    path: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Hidden states (N, D), weight (V, D) and targets (N); sizes: N, V, D. data:
+
+    flat    both normal, logits of standard deviation 0.02·√D: all probabilities near 1/V, as before training
+    peaked  logits of standard deviation 6, each hidden state moved towards its target's row until that logit is
+            about as large as the log-sum-exp of the others: a loss of 2 to 3 nats, many probabilities near 0 or 1
+    real    what `LanguageSession.held_out` (`t1lib.text.session`) has written to `path`
+    """
+    choose("data", data, ("flat", "peaked", "real"))
+    if data == "real":
+        saved = torch.load(Path(path or ""), map_location=device, weights_only=True)
+        return saved["e"].to(dtype), saved["w"].to(dtype), saved["y"]
+    torch.manual_seed(seed)
+    tokens, vocabulary, hidden = sizes
+    y = torch.randint(vocabulary, (tokens,), device=device)
+    e = torch.randn(tokens, hidden, device=device)
+    w = torch.randn(vocabulary, hidden, device=device)
+    if data == "flat":
+        w = w * 0.02
+    else:  # rows of length 1: adding a multiple of its target's row to a hidden state raises mainly that target's logit
+        w = w / w.norm(dim=1, keepdim=True)
+        e = PEAKED_STD * e
+        e = e + torch.logsumexp(e[:64] @ w.T, dim=1).mean() * w[y]
+    return e.to(dtype), w.to(dtype), y

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from t1lib.errors import T1Error, UnavailableError, reason
-from t1lib.measure.progress import progress
 from t1lib.measure.records import Records
+from t1lib.measure.timing import progress
 
 # By which the host's allocator, CUDA's runtime, Triton and cuBLAS say so, in errors of no type of its own.
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
@@ -67,17 +67,14 @@ def _end_with_parent() -> None:
 
 
 class Isolated:
-    """`factory(**settings)` in a process of its own; `call` runs its methods there. Both must be picklable. The process
-    ends with the first error. wait: until the session is built; otherwise `receive` once to do so"""
+    """`factory(**settings)`, both picklable, in a process of its own, which ends with the first error; `call` runs its
+    methods there. wait: until the session is built; otherwise `receive` once to do so"""
 
     def __init__(self, factory: Callable[..., Any], settings: dict[str, Any], wait: bool = True) -> None:
-        # Idle variants must not spin on cores that the running one needs; OpenMP reads this when it loads.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        # On a CPU PyTorch's profiler warns about blocks allocated before it began; torch reads this when it loads.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
-        context = mp.get_context(method)
-        if method == "forkserver":  # imports are done once, before any device is touched
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle variants must not spin on cores that others need
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its profiler warns of blocks allocated before it began
+        context = mp.get_context("forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn")
+        if context.get_start_method() == "forkserver":  # imports are done once, before any device is touched
             context.set_forkserver_preload([__name__, factory.__module__])
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(other, factory, settings), daemon=True)
@@ -87,8 +84,7 @@ class Isolated:
             self.receive()
 
     def call(self, method: str, **kwargs: Any) -> Any:
-        """What the session's method returns. Raises `VariantOutOfMemory`, `VariantFailed`, `T1Error`,
-        `UnavailableError`."""
+        """What the session's method returns, or raises: `VariantOutOfMemory`, `VariantFailed`, or an error of ours."""
         self.send(method, **kwargs)
         return self.receive()
 
@@ -98,8 +94,8 @@ class Isolated:
             self.pipe.send((method, kwargs))
 
     def receive(self, end: bool = True) -> Any:
-        """The next answer: None when the session is built, then a method's result. Raises what `call` raises; an error
-        ends the process, unless `end` is False."""
+        """The next answer: None when the session is built, then a method's result. Raises as `call`; an error ends the
+        process, unless `end` is False."""
         try:
             value, error = self.pipe.recv()
         except (EOFError, ConnectionError):
@@ -125,12 +121,12 @@ def measure_variants(
     protocol: Callable[[str, Callable[..., Any]], Iterator[None]], records: Records, together: bool = True,
     phase: str = "",
 ) -> None:  # fmt: skip
-    """Run `protocol(variant, call)` for every variant, each in a fresh process that holds `factory(**settings)`.
+    """Run `protocol(variant, call)` for every variant, each in a fresh process that holds `factory(**settings)`, and
+    record its status: `oom`, `unavailable` if it lacks something optional, or `ok`, unless its protocol recorded one.
 
     The protocol is a generator that calls the session's methods, as in `call("step", n=3)`, and yields where the next
     variant may take its turn. With `together=False` the variants run one after the other, for a device that cannot hold
-    all of them at once. Records each variant's status: `oom`, `unavailable` if it lacks something optional, or `ok`,
-    unless its protocol recorded another.
+    all of them at once.
     """
     if not together:
         for name, settings in variants.items():

@@ -1,29 +1,110 @@
-"""The manifest of a finished run, and how a run's staging folder replaces the previous one.
+"""The machine and software of a run, the manifest of a finished one, and how its folder replaces the previous one.
 
-Only a folder whose manifest.json lists every file with its hash, and is as it was written, counts as finished. It is
-written last, into the staging folder, which then replaces the final one by a rename: a run killed at any moment leaves
-either the old folder or the new one.
+Only a folder whose manifest.json is as it was written, and lists every file with its hash, counts as finished. It is
+written last, before the folder replaces the final one: a run killed at any moment leaves either the old or the new one.
 """
 
+import functools
 import hashlib
+import importlib.metadata
 import os
+import platform
+import re
 import shutil
+import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from t1lib import fingerprint, paths
+import psutil
+import torch
+
+from t1lib import __version__, fingerprint, paths
 from t1lib.errors import T1Error, require
 from t1lib.files import read_signed, remove, write_signed
-from t1lib.measure.environment import environment
+from t1lib.memory import GIB
 
 NAME = "manifest.json"
-REPORT = "report"  # in a manifest: hash and size of the PDF that was built from the run
 DRAWN = ("figures/", "tables/", "numbers.")  # files of a run that its samples give again
 
 
-def _entry(path: Path) -> dict[str, Any] | None:
+def _output(*command: str) -> str | None:
+    """What a command prints, or None if it is not installed or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@functools.cache
+def _gpu() -> dict[str, str | float]:
+    """Name, memory (GiB) and driver of the first visible GPU; empty without CUDA. nvidia-smi is asked first, because
+    torch would create a CUDA context: the process that drives the runs would hold GPU memory in every measurement."""
+    if not torch.cuda.is_available():
+        return {}
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    query = "--query-gpu=name,memory.total,driver_version"
+    answer = _output("nvidia-smi", "-i", device, query, "--format=csv,noheader,nounits") or ""
+    try:
+        name, mebibytes, driver = (field.strip() for field in answer.split(","))
+        gib = float(mebibytes) / 1024
+    except ValueError:
+        properties, driver = torch.cuda.get_device_properties(0), "unknown"
+        name, gib = properties.name, properties.total_memory / GIB
+    return {"gpu": name, "gpu_memory_gib": round(gib, 1), "driver": driver}
+
+
+def default_profile() -> str:
+    """The profile for this machine: smoke without CUDA, h200 with at least 70 GiB of GPU memory, else laptop."""
+    if not (gpu := _gpu()):
+        return "smoke"
+    return "h200" if float(gpu["gpu_memory_gib"]) >= 70 else "laptop"  # cards of 80 GB report a few GiB less
+
+
+def require_gpu(profile: str) -> None:
+    """Raise `T1Error` if the profile is for a GPU and there is none: a CPU would take days."""
+    there = profile not in ("laptop", "h200") or bool(_gpu())
+    require(there, f"profile {profile!r} is for a GPU, and there is no CUDA device here; allowed: smoke, auto")
+
+
+def environment() -> dict[str, str | int | float]:
+    """Machine and versions, without anything that identifies their owner (host, user, path); memory sizes in GiB. GPU
+    entries only if there is a GPU."""
+    listed = Path("/proc/cpuinfo")
+    text = listed.read_text(encoding="utf-8", errors="replace") if listed.exists() else ""
+    cpu = re.search(r"^model name\s*: (.+)", text, re.M)
+    triton = {found.version for found in importlib.metadata.distributions(name="triton")}
+    return {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu[1].strip() if cpu else platform.processor() or platform.machine(),
+        "cores_physical": psutil.cpu_count(logical=False) or 0,
+        "cores_logical": psutil.cpu_count() or 0,
+        "ram_gib": round(psutil.virtual_memory().total / GIB, 1),
+        "t1lib": __version__,
+        "torch": torch.__version__,
+        "triton": next(iter(triton), "not installed"),
+        "transformers": importlib.metadata.version("transformers"),
+        "cuda": torch.version.cuda or "none",
+    } | _gpu()
+
+
+def git_state() -> dict[str, str | bool]:
+    """The commit, and whether any file outside outputs/, into which runs write, differs from it. Without git, they come
+    from `T1_COMMIT` and `T1_DIRTY` (1 or 0), else are "unknown". Raises `T1Error` for a `T1_COMMIT` that is no full
+    hash, or not git's."""
+    git, given = ("git", "-C", str(paths.root())), os.environ.get("T1_COMMIT") or "unknown"
+    whole = given == "unknown" or re.fullmatch("[0-9a-f]{40}", given) is not None
+    require(whole, f"T1_COMMIT is {given!r}; allowed: a commit's 40 hexadecimal digits")
+    if commit := _output(*git, "rev-parse", "HEAD"):
+        require(given in ("unknown", commit), f"T1_COMMIT is {given}, and git says {commit}: unset it, or remove .git")
+        changes = _output(*git, "status", "--porcelain", "--", ".", ":(exclude)outputs")
+        return {"commit": commit, "dirty": "unknown" if changes is None else bool(changes)}
+    return {"commit": given, "dirty": {"0": False, "1": True}.get(os.environ.get("T1_DIRTY", ""), "unknown")}
+
+
+def entry(path: Path) -> dict[str, Any] | None:
     """What a manifest lists of a file; None if there is none."""
     if not path.is_file():
         return None
@@ -31,10 +112,10 @@ def _entry(path: Path) -> dict[str, Any] | None:
     return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
 
-def _files(folder: Path) -> dict[str, dict[str, Any]]:
+def files(folder: Path) -> dict[str, dict[str, Any]]:
     """Each file under `folder` except the manifest and hidden ones, with its sha256 and size in bytes."""
     found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("."))
-    return {path.relative_to(folder).as_posix(): _entry(path) for path in found if path != folder / NAME}
+    return {path.relative_to(folder).as_posix(): entry(path) for path in found if path != folder / NAME}
 
 
 def _lasting(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,17 +124,17 @@ def _lasting(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(folder: Path, *, parameters: Mapping[str, Any], seconds: float, **about: Any) -> None:
-    """Write manifest.json for everything in `folder`, of a run that has taken so many seconds. about: `experiment`,
-    `profile`, `made_of`, `inputs`, and `git_state()` as the run began"""
+    """Write manifest.json for all of `folder`, of a run that has taken so many seconds. about: `experiment`, `profile`,
+    `made_of`, `inputs`, and `git_state()` as the run began"""
     content = {**about, "parameters": _lasting(parameters), "environment": environment()}
     started = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds")
     content |= {"started": started, "seconds": round(seconds, 1)}
-    write_signed(folder / NAME, content | {"files": _files(folder)})
+    write_signed(folder / NAME, content | {"files": files(folder)})
 
 
-def list_again(folder: Path) -> None:
-    """The manifest lists what `folder` holds by now."""
-    write_signed(folder / NAME, (read(folder) or {}) | {"files": _files(folder)})
+def change(folder: Path, **fields: Any) -> None:
+    """Change fields of a manifest: `files`, or `report`, the PDF that was built from the run."""
+    write_signed(folder / NAME, (read(folder) or {}) | fields)
 
 
 def read(folder: Path) -> dict[str, Any] | None:
@@ -71,16 +152,14 @@ def device(content: Mapping[str, Any]) -> str:
 
 
 def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> str | None:
-    """Why `folder` is not the finished run of this notebook with these parameters, by code of the same meaning; None if
-    it is."""
+    """Why `folder` is not the finished run of this notebook with these parameters by this code; None if it is."""
     content = read(folder)
     if content is None:
         return damage(folder)
     if "executed.ipynb" not in content["files"]:
         return "not run by `python -m t1lib run`"
-    modules = content["made_of"].get("modules", {"t1lib": ""})  # none were noted by the first edition
     now = fingerprint.everything()
-    changed = [name for name, value in modules.items() if now.get(name) != value]
+    changed = [name for name, value in content["made_of"]["modules"].items() if now.get(name) != value]
     changed[3:] = ["…"] * (len(changed) > 3)
     changed += ["notebook"] * (content["made_of"]["notebook"] != fingerprint.notebook(experiment))
     changed += ["parameters"] * (content["parameters"] != _lasting(parameters))
@@ -88,25 +167,14 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> 
 
 
 def damage(folder: Path, report: bool = True) -> str | None:
-    """Which file of a run is not, to the byte, as the run left it; "missing" without a run, None if all are.
-
-    report  include the PDF that was built from it, which can be built again without measuring
-    """
+    """Which file of a run is not, to the byte, as the run left it; "missing" without a run, None if all are. report:
+    include the PDF that was built from it, which can be built again without measuring"""
     content = read(folder)
     if content is None:
         return f"{NAME} is not as the run left it" if (folder / NAME).exists() else "missing"
-    listed = content["files"] | ({_report(folder): content[REPORT]} if report and REPORT in content else {})
-    changed = (name for name, entry in listed.items() if _entry(folder / name) != entry)
+    pdf = {f"../{folder.name}.pdf": content["report"]} if report and "report" in content else {}
+    changed = (name for name, had in (content["files"] | pdf).items() if entry(folder / name) != had)
     return next((f"{name} is not as the run left it" for name in changed), None)
-
-
-def _report(folder: Path) -> str:
-    return f"../{folder.name}.pdf"
-
-
-def note_report(folder: Path) -> None:
-    """Note in the manifest the PDF that was built from a run, beside its folder."""
-    write_signed(folder / NAME, (read(folder) or {}) | {REPORT: _entry(folder / _report(folder))})
 
 
 def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +183,7 @@ def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, A
     content, shown = read(folder), paths.shown(folder)
     if content is None:
         raise T1Error(f"{shown} holds no finished run to draw from; `python -m t1lib run` makes one")
-    whole = _entry(folder / "samples.csv") == content["files"].get("samples.csv", {})
+    whole = entry(folder / "samples.csv") == content["files"].get("samples.csv", {})
     require(whole, f"{shown}/samples.csv is not the one that the run was finished with")
     for name, had in content["parameters"].items():
         now = parameters.get(name, had)
@@ -125,16 +193,16 @@ def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, A
 
 def replace_drawn(fresh: Path, folder: Path) -> list[str]:
     """Replace a run's figures, tables and numbers by those in `fresh`, in its manifest too; returns their names. Other
-    files keep their hashes, so that a manual edit of one is still detected."""
+    files keep their hashes, by which a manual edit is noticed."""
     content = read(folder) or {}
     for part in ("figures", "tables"):
         shutil.rmtree(folder / part, ignore_errors=True)
-    written = {name: entry for name, entry in _files(fresh).items() if name.startswith(DRAWN)}
+    written = {name: made for name, made in files(fresh).items() if name.startswith(DRAWN)}
     for name in written:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(fresh / name, folder / name)
-    kept = {name: entry for name, entry in content["files"].items() if not name.startswith(DRAWN)}
-    write_signed(folder / NAME, {**content, "files": dict(sorted((kept | written).items()))})
+    kept = {name: made for name, made in content["files"].items() if not name.startswith(DRAWN)}
+    change(folder, files=dict(sorted((kept | written).items())))
     return list(written)
 
 

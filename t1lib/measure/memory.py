@@ -4,6 +4,7 @@ import os
 import re
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,12 +26,10 @@ class AllocatorTimeline:
     """Every allocation and release within a `with` block, from the allocator's history: exact, without polling.
 
     points  [(ms since entry, bytes allocated, bytes reserved or, on a CPU, None)]
-    peak    most bytes allocated
 
-    On CUDA it reads the caching allocator's history: the bytes requested, without the allocator's rounding (up to a few
-    per cent less than `max_memory_allocated`). On a CPU it reads the profiler's memory events of this thread, and
-    `baseline` states how many bytes were live at entry (a CPU allocator does not know). Recording slows down small
-    operations: take times from another pass.
+    On CUDA it counts the bytes requested, without the allocator's rounding (up to a few per cent less than
+    `max_memory_allocated`). On a CPU it reads the profiler's memory events of this thread, and `baseline` states how
+    many bytes were live at entry. Recording slows down small operations: take times from another pass.
     """
 
     def __init__(self, device: torch.device | str, baseline: int = 0) -> None:
@@ -75,22 +74,20 @@ class AllocatorTimeline:
 
     @property
     def peak(self) -> int:
+        """Most bytes allocated."""
         return max(allocated for _, allocated, _ in self.points)
 
 
 class HostPeak:
-    """Exact peak of this process's resident memory since this object was made. Linux keeps such a mark, and lets it be
-    reset; elsewhere `exact` is False."""
+    """Exact peak of this process's resident memory since this object was made, by Linux's own mark."""
 
     def __init__(self) -> None:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-            self.exact = True
-        except OSError:
-            self.exact = False
+        self.exact = False
+        with suppress(OSError):
+            self.exact = Path("/proc/self/clear_refs").write_text("5") > 0
 
     def read(self) -> float:
-        """The peak in bytes; NaN where it is not `exact`."""
+        """The peak in bytes; NaN where it is not `exact`, as elsewhere than on Linux."""
         if not self.exact:
             return float("nan")
         return float(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
@@ -98,7 +95,5 @@ class HostPeak:
 
 def pinned_bytes() -> int:
     """Bytes of host memory pinned by this process: the kit's own buffers and PyTorch's pinned allocator."""
-    cached = 0
-    if torch.cuda.is_available():
-        cached = torch.cuda.memory.host_memory_stats().get("allocated_bytes.current", 0)
-    return sum(_registered.values()) + cached
+    stats = torch.cuda.memory.host_memory_stats() if torch.cuda.is_available() else {}
+    return sum(_registered.values()) + stats.get("allocated_bytes.current", 0)

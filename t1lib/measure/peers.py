@@ -53,19 +53,19 @@ def _liger() -> Loss:
 
 
 def _quack(rows: int) -> Loss:
-    """QuACK's `LinearCrossEntropy` with so many rows per chunk, not tuned."""
+    """So many rows per chunk, not tuned."""
     module = need("quack.linear_cross_entropy")
 
     @cache
     def head(vocabulary: int, hidden: int) -> torch.nn.Module:
-        """QuACK's module, which decides whether its chunks fit the operands, without a weight of its own."""
+        """It decides whether its chunks fit the operands; the weight is given with each call."""
         return module.LinearCrossEntropy(hidden, vocabulary, chunk_size=rows, tuned=False, device="meta")
 
     return lambda e, w, y: torch.func.functional_call(head(*w.shape), {"weight": w}, (e, y))
 
 
 def _trl() -> Loss:
-    """TRL's head, as its trainers call it: tiles of 4096 × 32768, computed again in the backward."""
+    """As its trainers call it: tiles of 4096 × 32768, computed again in the backward."""
     function = need("trl.kernels.chunked_logprob", cuda=False).ChunkedLogProbFunction
     # bias; temperature, columns of a tile, softcap, scale of the logits, further outputs
     return lambda e, w, y: -function.apply(e, w, None, y, 1.0, 32768, None, 1.0, ())[0].mean()
@@ -79,9 +79,8 @@ def _torch_rows(rows: int) -> Loss:
 
 
 PEERS: dict[str, Callable[[], Loss]] = {
-    # the plain head, logits widened inside the graph
-    "compile": _compiled,
-    # cut-cross-entropy: by default, gradients below 2⁻¹² (16 bits) are left out
+    "compile": _compiled,  # the plain head, logits widened inside the graph
+    # by default, gradients below 2⁻¹² (16 bits) are left out
     "cce": lambda: partial(need("cut_cross_entropy").linear_cross_entropy, impl="cce"),
     "cce-exact": _cce_exact,
     "liger": _liger,
@@ -90,16 +89,13 @@ PEERS: dict[str, Callable[[], Loss]] = {
     "quack": partial(_quack, 4096),
     "quack-1024": partial(_quack, 1024),
     "trl": _trl,
-    # PyTorch's operator, which head `torch` leaves the choice of rows
-    "torch-1024": partial(_torch_rows, 1024),
+    "torch-1024": partial(_torch_rows, 1024),  # PyTorch's operator, which head `torch` leaves the choice of rows
 }
 
 
 def loss_function(method: str, **settings: Any) -> Callable[..., Any]:
-    """The loss of a head of the kit (with its `settings`) or of a peer, as a function of e, w, y.
-
-    Raises `T1Error` for an unknown name, `UnavailableError` if the method cannot run here.
-    """
+    """The loss of a head of the kit (with its `settings`) or of a peer, as a function of e, w, y. Raises `T1Error` for
+    an unknown name, `UnavailableError` if the method cannot run here."""
     choose("method", method, [*HEADS, *PEERS])
     return PEERS[method]() if method in PEERS else partial(linear_cross_entropy, head=method, **settings)
 

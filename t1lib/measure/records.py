@@ -40,32 +40,26 @@ class Records:
             part[:] = [r for r in part if (r["variant"], r["phase"], r["unit"]) != (variant, phase, "ms")]
 
     def put(self, variant: str, phase: str, values: Mapping[str, float], step: int | str = "") -> None:
-        """Append a sample of each metric, whose name tells the unit (`UNITS`). A value is anything that `float()`
-        accepts, such as a one-element tensor."""
+        """Append a sample of each metric, whose name tells the unit (`UNITS`); a value may be a one-element tensor."""
         for metric, value in values.items():
             unit = next((unit for end, unit in UNITS.items() if metric.endswith(end)), "")
-            self._append(variant, phase, step, metric, unit, float(value))
+            self.extend([dict(zip(COLUMNS, (variant, phase, step, metric, unit, float(value)), strict=True))])
 
     def status(self, variant: str, state: str, phase: str = "", why: str = "") -> None:
         """Append how a variant's measurement ended, one of `STATUSES`, and print the reason: of several measurements of
         a variant in a phase each state once, and `ok` only before any other."""
-        place = variant, phase, "status"
-        known = {row["value"] for row in self.own if (row["variant"], row["phase"], row["metric"]) == place}
+        row = {"variant": variant, "phase": phase, "step": "", "metric": "status", "unit": "", "value": state}
+        known = {own["value"] for own in self.own if own | {"value": state} == row}
         if choose("status", state, STATUSES) in known or (state == "ok" and known):
             return
-        self._append(*place[:2], "", "status", "", state)
+        self.extend([row])
         if why:
             print(f"{phase}: {variant} is {state}: {why}")
 
-    def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows given as mappings with the names of `COLUMNS`."""
-        for row in rows:
-            value = row["value"] if row["metric"] == "status" else float(row["value"])
-            self._append(*(row[name] for name in COLUMNS[:-1]), value)
-
-    def _append(self, *values: Any) -> None:
+    def extend(self, rows: Iterable[Row]) -> None:
+        """Append rows, such as those of other records."""
         require(not self.closed, "nothing is recorded with `measure` False; begin measuring cells with `if p.measure:`")
-        self.own.append(dict(zip(COLUMNS, values, strict=True)))
+        self.own += rows
 
     def frame(self) -> pd.DataFrame:
         """The rows that hold as a table. `value` holds floats, or text in rows with metric `status`."""
@@ -80,13 +74,15 @@ class Records:
         """Read what `save` wrote. Raises `T1Error` if the columns are not `COLUMNS`."""
         records, frame = cls(), pd.read_csv(path, dtype=str, keep_default_na=False)
         require(tuple(frame) == COLUMNS, f"{path} has not the columns {', '.join(COLUMNS)}")
-        frame["step"] = [int(step) if step.lstrip("-").isdigit() else step for step in frame["step"]]
-        records.extend(frame.to_dict("records"))
+        records.own = frame.to_dict("records")
+        for row in records.own:
+            row["step"] = int(row["step"]) if row["step"].lstrip("-").isdigit() else row["step"]
+            row["value"] = row["value"] if row["metric"] == "status" else float(row["value"])
         return records
 
 
 def numeric(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows that hold measurements, with `value` as float64 (`Records.frame` mixes in statuses)."""
+    """The rows other than statuses, with `value` as float64."""
     rows = frame[frame["metric"] != "status"]
     return rows.assign(value=rows["value"].astype("float64"), step=rows["step"].infer_objects())
 
@@ -156,7 +152,6 @@ def format_number(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.0f}"  # four digits are readable without a separator
 
 
-_KEY = re.compile(r"[A-Za-z0-9_.-]+")
 _NUMBER = re.compile(r"(-?[\d,]+(?:\.\d+)?)(?:e([+-]?\d+))?")
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 _LATEX |= {character: "\\" + character for character in "&%$#_{}"}
@@ -184,11 +179,10 @@ class Numbers(dict[str, dict[str, Any]]):
     """The numbers that prose quotes: key -> {value, unit, text}; keys like `t1m1.slide.wall_ms`."""
 
     def set(self, key: str, value: Any, unit: str = "", fmt: str | None = None) -> None:
-        """Set a number; `fmt` is a format specification such as ".1f", by default `format_number` formats it.
-
-        Raises `T1Error` for a key with characters other than letters, digits, `_`, `-` and `.`.
-        """
-        require(bool(_KEY.fullmatch(key)), f"the key {key!r} may hold letters, digits, '_', '-' and '.' only")
+        """Set a number; `fmt` is a format specification such as ".1f", by default `format_number` formats it. Raises
+        `T1Error` for a key that LaTeX could not take."""
+        known = re.fullmatch(r"[A-Za-z0-9_.-]+", key) is not None
+        require(known, f"the key {key!r} may hold letters, digits, '_', '-' and '.' only")
         if hasattr(value, "item"):  # numpy and torch scalars
             value = value.item()
         finite = not isinstance(value, float) or math.isfinite(value)
@@ -207,8 +201,7 @@ class Numbers(dict[str, dict[str, Any]]):
 
     def save_tex(self, path: Path) -> None:
         r"""Write a line `\setresult{key}{text}{unit}` per number, after the commands that look numbers up."""
-        lines = [
-            rf"\setresult{{{key}}}{{{escape_latex(entry['text'])}}}{{{escape_latex(entry['unit'])}}}"
-            for key, entry in sorted(self.items())
-        ]
-        path.write_text(_TEX_HEAD + "\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+        text = _TEX_HEAD
+        for key, entry in sorted(self.items()):
+            text += rf"\setresult{{{key}}}{{{escape_latex(entry['text'])}}}{{{escape_latex(entry['unit'])}}}" + "\n"
+        path.write_text(text, encoding="utf-8", newline="\n")

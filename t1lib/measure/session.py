@@ -1,28 +1,34 @@
 """A trainer with its data and measurements, behind methods that take and return plain values, so that it can run in a
-process of its own (`t1lib.measure.isolate`). Measurements are metric → value, as `Records.put` takes them."""
+process of its own (`t1lib.measure.isolate`). Measurements are metric → value, as `Records.put` takes them. Floors are
+the least times that the hardware allows, measured in the same process."""
 
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from operator import itemgetter
 from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 from t1lib.errors import choose
 from t1lib.heads import HEADS
-from t1lib.measure.floors import link_ms, measure_copy, measure_link, measure_product
 from t1lib.measure.memory import AllocatorTimeline, HostPeak, pinned_bytes, storage_bytes
-from t1lib.measure.trainstream import TrainStreamTrainer
-from t1lib.memory import GIB, grow_segments
+from t1lib.measure.peers import need
+from t1lib.measure.timing import median_ms
+from t1lib.memory import GIB, grow_segments, pinned_zeros
 from t1lib.models import build_model, split
 from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import device_bytes
-from t1lib.timing import NoTrace, Span, Trace, synchronize
+from t1lib.timing import NoTrace, PhaseTimer, Span, Trace, between_ms, mark_now, synchronize
 from t1lib.train import wrap
-from t1lib.train.layers import HostLayer
-from t1lib.train.loop import make_trainer
+from t1lib.train.batch import Piece
+from t1lib.train.loop import Trainer, make_trainer
 from t1lib.train.placing import work_in
+from t1lib.train.resident import make_optimizer
 from t1lib.train.slide import SlideTrainer
 
+LINK = ("h2d_gb_s", "d2h_gb_s", "both_in_gb_s", "both_out_gb_s")
 PLACES = ("device", "host")  # where a plan puts things; `TrainSession.choice` gives their index
 POINTS = 400  # of a timeline, and its ends: each is the highest of as many neighbours, so no peak is lost
 
@@ -122,7 +128,7 @@ class TrainSession:
 
     def memory(self) -> dict[str, float]:
         """Memory in GiB: device peaks since `warm_up`, host peaks during set-up and since `warm_up`, pinned memory, and
-        mapped memory that other processes may share (libraries and shared memory)."""
+        mapped memory that other processes may share."""
         mapped = getattr(psutil.Process().memory_info(), "shared", 0)  # elsewhere than on Linux it is not told
         found = {"host_setup_gib": self._host_setup_peak / GIB, "host_gib": self._host.read() / GIB}
         found |= {"pinned_gib": pinned_bytes() / GIB, "mapped_gib": mapped / GIB}
@@ -133,8 +139,8 @@ class TrainSession:
 
     def floors(self) -> dict[str, float]:
         """The least times (ms) that a step needs for its matrix products with the weights, without recomputation and
-        attention, and in slide for its copies on the link and its updates on the host, at rates measured on the spot;
-        the link's rates (GB/s) as well."""
+        attention, and in slide for its copies on the link, whose rates (GB/s) are given too, and its updates on the
+        host; at rates measured on the spot."""
         self._settle()
         cuda, dtype = self.device.type == "cuda", next(self.trainer.model.parameters()).dtype
         parts, tokens = self.trainer.parts, self.batch["input_ids"].numel()
@@ -142,10 +148,11 @@ class TrainSession:
         flops = 6.0 * tokens * (sum(p.numel() for p in parts.layers.parameters()) + head)
         found = {"compute_floor_ms": flops / measure_product(self.device, dtype, 8192 if cuda else 256) * 1e3}
         if isinstance(self.trainer, SlideTrainer):
+            *copied, updated = step_bytes(self.trainer)
             link = measure_link(self.device, nbytes=2**28 if cuda else 2**22)
-            found |= link | {"link_ms": link_ms(link, *link_bytes(self.trainer))}
-            if moved := update_bytes(self.trainer):
-                found["update_floor_ms"] = moved / measure_copy(2**29 if cuda else 2**24) * 1e3
+            found |= link | {"link_ms": link_ms(link, *copied)}
+            if updated:
+                found["update_floor_ms"] = updated / measure_copy(2**29 if cuda else 2**24) * 1e3
         torch.cuda.empty_cache()
         return found
 
@@ -163,13 +170,14 @@ class TrainSession:
         synchronize(self.device)
 
 
-def link_bytes(trainer: SlideTrainer) -> tuple[int, int, int]:
-    """Fewest bytes that the layers of a step of slide copy: in during the forward, in during the backward, out."""
+def step_bytes(trainer: SlideTrainer) -> tuple[int, int, int, int]:
+    """Fewest bytes of a step of slide: of the layers' copies in during the forward, in during the backward, and out;
+    and of the updates on the host, within its memory."""
     schedule, together = trainer.engine.schedule, not trainer.late
-    forward, backward, out = 0, 0, 0
+    forward, backward, out, updated = 0, 0, 0, 0
     held, leave = len(schedule.weights), trainer.engine.choice.grads == "host"  # for the host, if they wait
     for place, layer in enumerate(schedule.layers.values()):
-        weights, state = layer.flat.nbytes, _state_bytes(layer)
+        weights, state = layer.flat.nbytes, sum(flat.nbytes for flat in layer.state.values())
         travels = layer.travels and not schedule.stateless
         # The last layers are still in their slots when the backward starts; the first ones when it ends, up to date if
         # the device has updated them meanwhile.
@@ -180,15 +188,89 @@ def link_bytes(trainer: SlideTrainer) -> tuple[int, int, int]:
             forward += weights
         backward += state * (travels and not together)
         out += weights * layer.trained * (not travels or (together and leave)) + (state + weights) * travels
-    return forward, backward, out
+        if layer.trained and not layer.travels:  # state both ways, gradients in, weights out; in, too, without masters
+            updated += 2 * state + weights * (2 + ("master" not in layer.state))
+    return forward, backward, out, updated
 
 
-def update_bytes(trainer: SlideTrainer) -> int:
-    """Fewest bytes that the updates of a step on the host move in its memory: state both ways, gradients in, weights
-    out, and in as well if there are no masters."""
-    updated = [layer for layer in trainer.engine.schedule.layers.values() if layer.trained and not layer.travels]
-    return sum(2 * _state_bytes(layer) + layer.flat.nbytes * (2 + ("master" not in layer.state)) for layer in updated)
+def link_ms(rates: dict[str, float], forward_in: int, backward_in: int, backward_out: int) -> float:
+    """Least time in ms of a step's copies (bytes): weights in for the forward; then weights in alongside gradients out.
+    Once the shorter direction is done, the rest of the longer one runs at the rate of that direction alone."""
+    h2d, d2h, both_in, both_out = (rates[name] * 1e6 for name in LINK)  # bytes/ms
+    together = min(backward_in / both_in, backward_out / both_out)
+    rest = max((backward_in - together * both_in) / h2d, (backward_out - together * both_out) / d2h, 0.0)
+    return forward_in / h2d + together + rest
 
 
-def _state_bytes(layer: HostLayer) -> int:
-    return sum(flat.nbytes for flat in layer.state.values())
+def measure_link(device: torch.device, nbytes: int = 2**28) -> dict[str, float]:
+    """Rates in GB/s of copies of `nbytes` between pinned host memory and the device, by `LINK`: in, out, and in and out
+    at the same time. On a CPU, where there is no link, those of plain copies of memory."""
+    if device.type != "cuda":
+        return dict.fromkeys(LINK, measure_copy(nbytes) / 2 / 1e9)
+    host_in, host_out = (pinned_zeros(nbytes, torch.uint8, device).fill_(1) for _ in range(2))
+    dev_in, dev_out = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    inward, outward = (torch.cuda.Stream(device), dev_in, host_in), (torch.cuda.Stream(device), host_out, dev_out)
+
+    def rates(copies: int, *ways: tuple[torch.cuda.Stream, Tensor, Tensor]) -> list[float]:
+        """Of copies on all of these ways at once: stream, target, source."""
+        synchronize(device)
+        marks = []
+        for stream, target, source in ways:
+            with torch.cuda.stream(stream):
+                start = mark_now(device)
+                for _ in range(copies):
+                    target.copy_(source, non_blocking=True)
+                marks.append((start, mark_now(device)))
+        synchronize(device)
+        return [nbytes * copies / between_ms(*ends) / 1e6 for ends in marks]
+
+    def best(copies: int, *ways: tuple[torch.cuda.Stream, Tensor, Tensor]) -> list[float]:
+        return [max(rate) for rate in zip(*(rates(copies, *ways) for _ in range(3)), strict=True)]
+
+    rates(2, inward, outward)
+    return dict(zip(LINK, best(4, inward) + best(4, outward) + best(8, inward, outward), strict=True))
+
+
+def measure_copy(nbytes: int) -> float:
+    """Rate in bytes/s at which all cores copy within host memory, counting bytes read plus bytes written."""
+    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
+    return 2 * nbytes / median_ms(lambda: target.copy_(source), torch.device("cpu")) * 1e3
+
+
+def measure_product(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """FLOP/s of a product of random (size, size) matrices."""
+    a = torch.randn(size, size, device=device).to(dtype)
+    return 2 * size**3 / median_ms(lambda: torch.mm(a, a), device) * 1e3
+
+
+class TrainStreamTrainer(Trainer):
+    """As its README has it: float32 weights under bfloat16's autocast, AdamW on the CPU while the backward goes on, its
+    own chunked loss. All layers' weights are on the host, and layers are recomputed: left to itself, it sends all that
+    they save across the link instead (29 s per step of 16,384 tokens). It has to see the call of the whole model:
+    otherwise layers run with the weights of the step before. Whole batches only, without `micro_batch`."""
+
+    def _place(self) -> None:
+        with redirect_stderr(StringIO()), redirect_stdout(StringIO()):  # it tells where on this machine it builds
+            trainstream = need("trainstream")
+        self._loss = trainstream.chunked_cross_entropy
+        wrap.wrap_layers(self.parts.layers, lambda: self.trace, recompute=True)
+        self.parts.head.forward = lambda hidden: hidden  # so that the model returns what goes into the loss
+        plain = make_optimizer(self.spec, self.model.float().parameters(), fused=False)
+        options = {"device": self.device, "offload": True, "param_offload": True, "activation_offload": False}
+        options |= {"max_grad_norm": self.max_grad_norm}
+        self.model, self.optimizer = trainstream.wrap(self.model, plain, **options)
+
+    def _piece_loss(self, piece: Piece, timer: PhaseTimer) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16):
+            hidden = self.model(input_ids=piece.ids.to(self.device), use_cache=False).logits
+            timer.mark("forward")
+            return self._loss(hidden, self.parts.head.weight, piece.targets)
+
+    def _norm(self) -> Tensor:
+        return torch.zeros(())  # the gradients are on the host by now; the optimizer clips them
+
+    def _update(self) -> None:
+        self.optimizer.step()
+
+    def drain(self) -> None:
+        self.optimizer.synchronize()

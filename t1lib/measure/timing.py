@@ -1,12 +1,14 @@
 """Times of functions, behind queued work and in turns."""
 
 import random
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from t1lib.timing import PhaseTimer, synchronize
 
@@ -64,3 +66,9 @@ def rounds(things: Sequence[T], number: int) -> Iterator[list[T]]:
     draw = random.Random(0)
     for _ in range(number):
         yield draw.sample(things, len(things))
+
+
+def progress(items: Iterable[Any] | None = None, what: str = "", total: int | None = None) -> tqdm:
+    """Iterate over `items`, with a line as soon as that has taken two seconds, in JupyterLab, in a terminal and in an
+    executed notebook; or a bar to be moved with `update`."""
+    return tqdm(items, what, total, file=sys.stdout, delay=2, mininterval=0.5, ncols=90)

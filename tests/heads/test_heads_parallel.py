@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from t1lib.heads import patch_head
 from t1lib.heads.parallel import linear_cross_entropy
-from t1lib.measure.ranks import measure_ranks
+from t1lib.measure.parallel import measure_ranks
 from t1lib.measure.records import Records
 
 WRAPPED = {  # (modules with a group of FSDP2 of their own, family, whether the patch comes first)

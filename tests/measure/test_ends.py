@@ -16,7 +16,7 @@ from copies import wait_for
 
 from t1lib.errors import T1Error, UnavailableError
 from t1lib.measure.isolate import VariantFailed, is_out_of_memory, measure_variants
-from t1lib.measure.ranks import measure_ranks
+from t1lib.measure.parallel import measure_ranks
 from t1lib.measure.records import Records, statuses
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")

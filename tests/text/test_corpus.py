@@ -13,7 +13,7 @@ import torch
 from refusals import refused
 
 from t1lib.heads import linear_cross_entropy
-from t1lib.measure.operands import operands
+from t1lib.measure.heads import operands
 from t1lib.text import corpus, texts
 from t1lib.text.session import LanguageSession
 from t1lib.text.texts import LIBRARY, read_texts
