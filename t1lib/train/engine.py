@@ -47,7 +47,7 @@ class Engine:
         first = dict(self.stack[0].named_parameters())
         order = sorted(streamed, key=lambda n: groups.get(id(first[n]), 0))  # one group side by side
         self.layout = Layout({n: first[n] for n in order})
-        require_host_memory(self)
+        require_host_memory(self, choice)
         self.host: list[HostLayer] = []
         self.streamed: set[int] = set()  # ids of the parameters on the host
         self.outer: Outer | None = None  # updates matrices outside the layers whose state is on the host

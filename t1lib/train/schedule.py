@@ -20,7 +20,7 @@ from torch import Tensor
 from t1lib.errors import require
 from t1lib.memory import pinned_zeros
 from t1lib.optimizers import Rule
-from t1lib.plan.cost import HOST_GRADS, updated_by_host
+from t1lib.plan.cost import updated_by_host
 from t1lib.timing import NoTrace
 from t1lib.train.lanes import Lane, Mark, UpdateThread, uninterrupted, wait_for
 from t1lib.train.layers import HostLayer, Slot
@@ -54,7 +54,6 @@ class Schedule:
         self.thread = UpdateThread(device)
         self.updated: set[int] = set()  # layers that were updated since the last step, in the backward
         self._scratch = Scratch()  # the update thread's
-        self._rooms: dict[int, Tensor] = {}  # host buffers for gradients, by the layer that took each
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
         precision, rules = engine.precision, self._rules()
         by_host = [layer for place, layer in enumerate(self._order) if updated_by_host(place, choice.host_share)]
@@ -209,24 +208,11 @@ class Schedule:
             layer.waiting = self.travel.cut(slot.flat)
             slot.freed, layer.arrived, layer.scale = self.compute.mark(), None, None
         else:
-            layer.arrived, layer.scale = self._send(layer, self._room_on_host(layer), "gradients"), None
+            layer.arrived, layer.scale = self._send(layer, layer.room_for_gradients(), "gradients"), None
             if self.in_backward:
                 self.begin(layer, self._rules())
         if self.in_backward:
             layer.absent = set(layer.params)
-
-    def _room_on_host(self, layer: HostLayer) -> Tensor:
-        """A host buffer for the layer's gradients: its own or, where the CPU updates in the backward, one of a few."""
-        if not self.in_backward:
-            return layer.room_for_gradients()
-        if layer.index in self._rooms:
-            room = self._rooms.pop(layer.index)  # it was updated before it ran again
-        elif len(self._rooms) < HOST_GRADS:
-            room = pinned_zeros(layer.layout.numel, layer.layout.dtype, self.device)
-        else:  # any that is free: the thread takes the latest layer first, so the earliest would be free last
-            room = self._rooms.pop(self.thread.first_done(self._rooms))
-        self._rooms[layer.index] = layer.grads = room
-        return room
 
     def _send(self, layer: HostLayer, to: Tensor, what: str) -> Mark:
         """Queue the copy of the layer's gradient slot to the host; returns the mark when it has arrived."""

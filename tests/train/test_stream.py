@@ -4,7 +4,6 @@ a plain PyTorch model, in float32 on a CPU."""
 import math
 from collections.abc import Callable
 from functools import partial
-from threading import Event
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, GraniteConfig
 
-from t1lib.plan.cost import HOST_GRADS, Choice
+from t1lib.plan.cost import Choice
 
 FOUR = data(4)
 ON_HOST, OUTER = Choice(outer="host", inputs="host"), Choice(outer="host")
@@ -238,31 +237,6 @@ def test_a_cache_is_left_out_however_it_comes(config, choice):
     plain, model = made(config).eval(), made(config).eval()
     with streaming(model, micro_batch=1) as (streamed, _):
         assert inferred(streamed) == inferred(plain)
-
-
-def test_updates_of_the_cpu_in_the_backward_share_a_few_host_buffers(monkeypatch):
-    """Gradients take any that is free: the CPU takes the latest layer first, so the earliest's would be free last."""
-    model, sent, submitted, waited = qwen3(num_hidden_layers=HOST_GRADS + 3), Event(), Event(), []
-    with streaming(model, sgd(model), choice=Choice(host_share=1.0), update_in_backward=True) as (streamed, own):
-        schedule, last = (train(streamed, own) and own._engine.schedule), HOST_GRADS + 2
-        begin, update = schedule.begin, schedule._update_on_host
-
-        def begins(layer, rules):
-            begin(layer, rules)
-            {last - HOST_GRADS + 1: submitted, last - HOST_GRADS - 1: sent}.get(layer.index, Event()).set()
-
-        def updates(layer, *given):
-            if layer.index == last:
-                submitted.wait(60)  # all buffers are taken: the next update is that of the latest layer
-            elif layer.index == last - 1:
-                waited.append(sent.wait(60))
-            update(layer, *given)
-
-        monkeypatch.setattr(schedule, "begin", begins)
-        monkeypatch.setattr(schedule, "_update_on_host", updates)
-        train(streamed, own, data(1))
-        assert len({layer.grads.data_ptr() for layer in own._engine.host}) == HOST_GRADS
-    assert waited == [True]
 
 
 @pytest.mark.parametrize("layout", [{"master_weights": "split"}, {"moments": "bfloat16"}], ids=str)
