@@ -42,7 +42,8 @@ class Engine:
         self.trace: NoTrace = NoTrace()
         self.lock = threading.RLock()  # who runs a layer, or steps: another thread may evaluate meanwhile
         self.optimizer = StreamOptimizer(self, optimizer)
-        streamed, groups = streamed_names(self.stack), self.optimizer.groups
+        groups = self.optimizer.groups
+        streamed = streamed_names(self.stack, groups)
         refuse_shared(model, self.stack, streamed)
         first = dict(self.stack[0].named_parameters())
         order = sorted(streamed, key=lambda n: groups.get(id(first[n]), 0))  # one group side by side

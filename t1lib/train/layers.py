@@ -1,7 +1,7 @@
 """Layers on the host: flat pinned buffers, parameters that are views of them, and gradients; and device buffers of the
 same layout."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import wraps
 from typing import Any
 
@@ -88,10 +88,10 @@ class Slot:
         self.freed: Mark = None  # when the content is no longer needed
 
 
-def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
+def streamed_names(layers: Sequence[nn.Module], groups: Container[int]) -> list[str]:
     """Names of the parameters that stream, alike in all layers (else a `T1Error`). Where a layer has trained and frozen
     parameters, those that have fewer bytes, such as adapters, stay on the device in every layer; so do frozen ones of
-    another dtype, such as adapters for reference."""
+    another dtype, such as adapters for reference. groups: ids of what the optimizer has"""
     few: set[str] = set()
     for layer in layers:
         params = dict(layer.named_parameters())
@@ -111,6 +111,8 @@ def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
         for name, param in own.items():
             found = f"{name!r} of layer {index} is {param.dtype}, other parameters are {dtype}"
             require(param.dtype == dtype, f"{found}; allowed: one dtype for all that streams")
+            alone = f"{name!r} of layer {index} is trained, but in no group of the optimizer: freeze it, or add it"
+            require(id(param) in groups or not param.requires_grad, alone)
     return list(first)
 
 
@@ -167,11 +169,6 @@ class HostLayer(Traveller):
     @property
     def has_gradients(self) -> bool:
         return self.trained and len(self.absent) < len(self.params)
-
-    @property
-    def whole(self) -> bool:
-        """Whether the next update covers every parameter."""
-        return not self.absent and len(self.groups) == len(self.params)
 
     def spans(self, rules: list[Rule]) -> list[Span]:
         """What the next update covers, which it counts: parameters that have a gradient, by the rules of their groups;

@@ -200,7 +200,7 @@ class Schedule:
         if in_slot:
             layer.left = self._send(layer, layer.flat, "weights")
         elif self.in_backward and layer.travels:
-            layer.update = Update(slot.flat, layer.spans(self._rules()), (slot.filled,), layer.whole)
+            layer.update = Update(slot.flat, layer.spans(self._rules()), (slot.filled,), not layer.absent)
             slot.freed = self._begin_update(layer)
             if following is not None:
                 self.fetch(following, again=True)
@@ -241,8 +241,6 @@ class Schedule:
             self._take_over_weights(layer)
         layer.follow()
         layer.gather()
-        if layer.scale is not None and len(layer.groups) < len(layer.params):
-            layer.see_gradients()  # the update would not multiply those that are in no group
         grads, scale, mark = layer.waiting or layer.grads, layer.scale, None
         if layer.travels:
             mark = self.compute.mark()
@@ -253,7 +251,7 @@ class Schedule:
                 with lane.active():
                     self._sent = scale, lane.uses(scale).to("cpu", non_blocking=True), lane.mark()  # in pinned memory
             scale, mark = self._sent[1:]
-        given = Update(grads, layer.spans(rules), (layer.arrived, mark), layer.whole, scale)
+        given = Update(grads, layer.spans(rules), (layer.arrived, mark), not layer.absent, scale)
         layer.version += bool(given.spans)
         copied = layer.travels and layer.waiting is None
         if not copied and not layer.state.keys() & {"master", "low"}:

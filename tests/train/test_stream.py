@@ -112,11 +112,6 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 }
 
 
-def some_in_no_group(model: nn.Module) -> torch.optim.Optimizer:
-    """They keep their values."""
-    return torch.optim.AdamW([p for name, p in model.named_parameters() if "norm" not in name], lr=1e-2)
-
-
 def hooked_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Before it is streamed: its groups stay the same objects, its hooks go on, and one of them is removed."""
     optimizer, trained = adamw(model), list(model.parameters())
@@ -194,7 +189,6 @@ CASES: dict[str, dict[str, Any]] = {
     "masters": masters(qwen3, choice=Choice(host_share=0.5, outer="host")),
     "masters, on the device": masters(blocks, sgd, choice=Choice(host_share=0.0, outer="host")),
     "masters, by the CPU": masters(blocks, choice=Choice(host_share=1.0, outer="host")),
-    "masters, some in no group": masters(llama, some_in_no_group, choice=Choice(host_share=0.0)),
     "masters, clipped": masters(llama, clip=own_clip),
     "masters, clipped, resident": masters(llama, clip=own_clip, choice=Choice(resident=2, keep=1, grads="device")),
     "masters, clipped, half by the CPU": masters(llama, clip=own_clip, choice=Choice(outer="host", host_share=0.5)),

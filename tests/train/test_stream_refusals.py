@@ -84,9 +84,11 @@ WRONG: dict[str, Callable[[Blocks], Any]] = {  # what changes the model, or give
     "coupled": lambda model: {"optimizer": torch.optim.AdamW([{"params": [model.norm.weight], **COUPLED}])},
     "of another model": lambda model: {"optimizer": adamw(blocks())},
     "of more than the model": lambda model: {"optimizer": adamw(nn.ModuleList([model, nn.Linear(2, 2)]))},
+    "of some": lambda model: {"optimizer": adamw(model.head)},
     "of a copy": lambda model: {"optimizer": torch.optim.SGD([nn.Parameter(model.head.weight.data)])},
 }
 SHOWN = dict.fromkeys(["in 16 bits", "all with norms in 16 bits"], "one dtype for all that streams")
+SHOWN["of some"] = "in no group"
 SHOWN |= {"Adam": "Adam", "amsgrad": "amsgrad", "coupled": "decoupled_weight_decay", "of more than the model": "(2, 2)"}
 
 
@@ -249,6 +251,7 @@ ONGOING: dict[str, tuple] = {
     "in torch.func": during(in_torch_func, "torch.func"),
     "in forward mode": during(partial(within, forward_ad.dual_level), "forward-mode"),
     "parametrizations that are cached": during(partial(within, parametrize.cached), "parametrize.cached()"),
+    "a backward in another mode": during(lambda m, o: (loss := first_loss(m), m.eval(), loss.backward()), "mode"),
     "a backward after a step": during(late_backward, "which step() has updated"),
     "a backward after closing": during(closed_in_between, "close()", choice=Choice(outer="host")),
     "a second backward": during(lambda m, o: (loss := first_loss(m)).backward(retain_graph=True) or loss.backward()),

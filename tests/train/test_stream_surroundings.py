@@ -1,7 +1,6 @@
 """What surrounds a streamed model: losses on its weights, moody layers, the user's own checkpoints, threads."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from stream_cases import case, compare, masters, streaming
 from stream_loops import adamw, evaluated, model_loss, own_clip, sgd, train, two_forwards
-from stream_models import VOCABULARY, Block, adapted, blocks, changed, data, layers_of, llama, qwen3
+from stream_models import VOCABULARY, Block, adapted, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -55,24 +54,16 @@ def of_inputs_alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(inputs_embeds=model.t1_given, labels=batch["labels"]).loss
 
 
-def between(first: Callable[[nn.Module], object], then: Callable[[nn.Module], object]) -> Callable[..., Tensor]:
-    """A loss: `first` comes before the forward, `then` before the backward."""
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        first(model)
-        found = model_loss(model, batch)
-        then(model)
-        return found
-
+def freezing(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A weight is frozen between forward and backward."""
+    up_weight(model, -1).requires_grad_(True)
+    loss = model_loss(model, batch)
+    up_weight(model, -1).requires_grad_(False)
     return loss
 
 
 def up_weight(model: nn.Module, layer: int = 0) -> nn.Parameter:
     return layers_of(model)[layer].mlp.up_proj.weight
-
-
-def train_embedding(model: nn.Module) -> None:
-    model.get_input_embeddings().requires_grad_(True)
 
 
 def of_two_kinds() -> nn.Module:
@@ -170,16 +161,6 @@ def momentum_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
     optimizer.param_groups[0]["momentum"] = 0.9 if late > 2 else 0.0
 
 
-def norms_alone(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW([p for n, p in model.named_parameters() if "norm" in n], lr=1e-2)
-
-
-def clip_twice(model: nn.Module, optimizer: Any) -> Tensor:
-    """The second norm is of gradients that were all scaled."""
-    own_clip(model, optimizer)
-    return own_clip(model, optimizer, 0.01)
-
-
 class Moody(Block):
     """By chance or by its number it is skipped, or leaves its rest out; looks at its output, and keeps it."""
 
@@ -255,17 +236,9 @@ CASES: dict[str, dict[str, Any]] = {
     "a checkpoint around the embedding": case(qwen3, loss=embedding_again),
     "a soft prompt": case(qwen3, loss=soft_prompt, clip=lambda m, o: m.t1_given.grad.norm()),
     "gradients of inputs alone": case(qwen3, loss=of_inputs_alone, clip=lambda m, o: m.t1_given.grad.norm()),
-    "evaluation mode": case(partial(blocks, dropout=0.3), loss=between(nn.Module.train, nn.Module.eval)),
-    "a weight that is frozen before the backward": case(
-        qwen3,
-        loss=between(lambda m: up_weight(m, -1).requires_grad_(True), lambda m: up_weight(m, -1).requires_grad_(False)),
-    ),
+    "a weight that is frozen before the backward": case(qwen3, loss=freezing),
     "adapters of two kinds, in turns": case(
         of_two_kinds, before=lambda m, o, b: m.set_adapter("default" if m.active_adapter == "other" else "other")
-    ),
-    "adapters, disabled before the backward": case(
-        partial(changed, partial(adapted, dropout=0.0), train_embedding),
-        loss=between(lambda m: m.base_model.enable_adapter_layers(), lambda m: m.base_model.disable_adapter_layers()),
     ),
     "weights swapped for an average": case(qwen3, after=of_average),
     # updates of which the weights, in 16 bits, see none for a while
@@ -282,10 +255,6 @@ CASES: dict[str, dict[str, Any]] = {
         qwen3, clip=keep_first, zero=lambda m: [setattr(p, "grad", None) for p in m.parameters()]
     ),
     "gradients that are kept, dropped by layers": case(qwen3, clip=add_kept, zero=lambda m: m.model.zero_grad()),
-    # which are never zeroed, but clipped before the step, and seen after it
-    "gradients of parameters in no group": case(
-        qwen3, norms_alone, clip=clip_twice, zero=lambda m: None, after=lambda m: up_weight(m).grad.norm().item()
-    ),
     "momentum that is 0 in the first steps": case(qwen3, sgd, before=momentum_later),
 }
 
