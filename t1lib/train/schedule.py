@@ -42,11 +42,10 @@ class Schedule:
         self._order = list(engine.host)  # in which the layers run, and take turns in the slots
         self.layers = {layer.index: layer for layer in self._order}
         self.device, self.in_backward, self._overlap = engine.device, engine.in_backward, engine.overlap
-        layout, device, choice = engine.layout, engine.device, engine.choice
-        in_backward, overlap = engine.in_backward, engine.overlap
+        layout, device, choice, overlap = engine.layout, engine.device, engine.choice, engine.overlap
         self._rules, self._trace = engine.optimizer.rules, engine.traced
-        self._accumulate = engine.accumulate or in_backward  # which refuses more
-        self._waits_on_device = choice.grads == "device" and not in_backward
+        self._accumulate = engine.accumulate or self.in_backward  # which refuses more
+        self._waits_on_device = choice.grads == "device" and not self.in_backward
         trained = [layer for layer in self._order if layer.trained and trains]
         self.weights = [Slot(layout, device) for _ in range(min(choice.slots, len(self._order)))]
         self.grads = [Slot(layout, device) for _ in range(min(choice.grad_slots, len(trained)))]
@@ -62,7 +61,7 @@ class Schedule:
         slots, grad_slots = cycle(self.weights), cycle(self.grads)
         for layer in self._order:
             layer.slot = next(slots)
-            layer.settle, layer.keeps_gradients = self.settle, not in_backward
+            layer.settle, layer.keeps_gradients = self.settle, not self.in_backward
             layer.travels = layer in trained and layer not in by_host
             if layer in trained:
                 layer.grad_slot = next(grad_slots)
@@ -73,11 +72,11 @@ class Schedule:
                 layer.state["master"].copy_(layer.flat)
         kinds = precision.kinds(torch.empty(0, dtype=layout.dtype), *rules) if trained or guests else {}
         # Updates that need nothing but weights and gradients are made in the slots, and the new weights leave.
-        self.stateless = in_backward and not kinds
+        self.stateless = self.in_backward and not kinds
         # Others read the weights in their slot, right after the backward, unless a master rebuilds them.
-        self._read_slots = in_backward and bool(kinds) and "master" not in kinds
+        self._read_slots = self.in_backward and bool(kinds) and "master" not in kinds
         any_travels = guests or (not self.stateless and any(layer.travels for layer in self._order))
-        kinds = {"weight": layout.dtype, **kinds} | ({} if in_backward else {"grad": layout.dtype})
+        kinds = {"weight": layout.dtype, **kinds} | ({} if self.in_backward else {"grad": layout.dtype})
         numel = max([layout.numel, *(guest.numel() for guest in guests)])
         self.travel = Travel(device, kinds if any_travels else {}, numel, overlap, self._trace)
         # The buffers' zeros, and what was in their memory before, may still be queued: no copy may overtake them.
