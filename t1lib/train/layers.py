@@ -276,10 +276,8 @@ class HostLayer(Traveller):
         """The host buffer for gradients, made when it is first needed. Memory of gradients that are None by now is left
         to whoever still holds them."""
         if self._left and self.grads is not None and self._is_held():
-            self.settle(self)  # an update under way may be what holds them
             wait_for(self.arrived)
-            if self._is_held():
-                self.grads, self.grad_views = None, {}
+            self.grads, self.grad_views = None, {}
         self._left = False
         if self.grads is None:
             with torch.inference_mode(False):  # an evaluation may come between backward and step
