@@ -203,9 +203,8 @@ class Engine:
             yield from (p for p in group["params"] if id(p) not in self.streamed)
 
     def unstreamed(self) -> list[nn.Parameter]:
-        """Those of the model and of the optimizer that do not stream."""
-        found = dict.fromkeys([*self.model.parameters(), *self.others()])
-        return [p for p in found if id(p) not in self.streamed]
+        """The model's parameters that do not stream."""
+        return [p for p in self.model.parameters() if id(p) not in self.streamed]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """In place of `nn.Module.zero_grad`, which looks at each gradient first, and so would wait for all updates."""
