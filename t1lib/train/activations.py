@@ -142,7 +142,6 @@ class OnHost:
         self._left = self._tensor = None
 
     def prefetch(self) -> None:
-        """Start bringing it back."""
         if self._tensor is None and self._buffer is not None:
             lane = self._inputs.inward
             self._tensor = torch.empty_like(self._buffer, device=self._inputs.device)

@@ -133,7 +133,6 @@ class Engine:
         return [p for p in found if p.dtype == self.layout.dtype]
 
     def _run_with(self, choice: Choice, trains: bool) -> None:
-        """Make what runs the layers."""
         self.choice, outer = choice, self._travelling() if choice.outer == "host" else []
         self.schedule = Schedule(self, outer, trains)
         self._ending = weakref.finalize(self, self.schedule.thread.close)
@@ -150,9 +149,9 @@ class Engine:
         """Free what runs the layers, once nothing that is queued uses it."""
         if self.schedule is not None:
             self._ending()
-            if self.passes is not None:
-                self.passes.closed = True  # an earlier loss may still hold them
-            self.schedule = self.outer = self.passes = None
+        if self.passes is not None:
+            self.passes.closed = True  # an earlier loss may still hold them
+        self.schedule = self.outer = self.passes = None
 
     @torch.compiler.disable
     def run(self, index: int, *args: Any, **kwargs: Any) -> Tensor:
@@ -198,7 +197,6 @@ class Engine:
         return set() if self.outer is None else {id(held.param) for held in self.outer.held}
 
     def others(self) -> Iterator[nn.Parameter]:
-        """The optimizer's parameters that do not stream."""
         for group in self.optimizer.param_groups:
             yield from (p for p in group["params"] if id(p) not in self.streamed)
 
@@ -212,7 +210,6 @@ class Engine:
         clear_gradients(self.unstreamed(), set_to_none)  # the optimizer may not have all of them
 
     def drain(self) -> None:
-        """Wait until all updates have ended."""
         if self.schedule is not None:
             self.schedule.drain()
         if self.outer is not None:

@@ -55,7 +55,6 @@ class Lane:
 
 
 def wait_for(mark: Mark) -> None:
-    """Make the host wait for a mark."""
     if mark is not None:
         mark.synchronize()
 
@@ -89,7 +88,6 @@ class UpdateThread:
             job()
 
     def wait(self, number: int) -> None:
-        """Wait until the jobs of this number are done."""
         if number in self._jobs:
             self._jobs[number].result()
         self.check()

@@ -256,7 +256,6 @@ class HostLayer(Traveller):
         self.absent.discard(name)
 
     def forget_gradients(self) -> None:
-        """All gradients are None from here on."""
         self.absent, self.norms, self.scale = set(self.params), None, None
         self._left |= self.shown
         self.shown = False
@@ -301,7 +300,6 @@ class HostLayer(Traveller):
         require(not (parts and self.params[name]._backward_hooks), whole)
 
     def bind(self, views: dict[str, Tensor]) -> None:
-        """Point the parameters at the device's buffer."""
         for name, param in self.params.items():
             param.__class__ = nn.Parameter
             param.data = views[name]

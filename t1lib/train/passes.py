@@ -209,8 +209,6 @@ def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
 
 class _Layer(torch.autograd.Function):
-    """One layer on the whole batch."""
-
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor | None, hidden: Tensor, passes: Passes, index: int, args: Any, kwargs: Any
