@@ -249,9 +249,6 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients scaled through what is held": case(qwen3, clip=scale_held),
     "gradients clipped again and again": case(qwen3, clip=clip_often),
     "a gradient that is kept": case(qwen3, clip=keep_first),
-    "a gradient that is kept, dropped alone": case(
-        qwen3, clip=keep_first, zero=lambda m: [setattr(p, "grad", None) for p in m.parameters()]
-    ),
     "gradients that are kept, dropped by layers": case(qwen3, clip=add_kept, zero=lambda m: m.model.zero_grad()),
     "momentum that is 0 in the first steps": case(qwen3, sgd, before=momentum_later),
 }
