@@ -51,7 +51,11 @@ def split_rows(piece: Piece, rows: int | None) -> list[Piece]:
     def masks(value: Any) -> bool:
         return hasattr(value, "kv_num_blocks")
 
-    return [Piece(*tree_map(partial(cut, start), tuple(piece), is_leaf=masks)) for start in range(0, count, rows)]
+    def part(start: int) -> Piece:
+        others = tree_map(partial(cut, start), (piece.args, piece.kwargs), is_leaf=masks)
+        return Piece(piece.hidden[start : start + rows], *others)
+
+    return [part(start) for start in range(0, count, rows)]
 
 
 MODES = ("training", "_active_adapter", "_disable_adapters")  # how a module is to run; the latter two are PEFT's

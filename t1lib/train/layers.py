@@ -274,7 +274,7 @@ class HostLayer(Traveller):
     def room_for_gradients(self) -> Tensor:
         """The host buffer for gradients, made when it is first needed. Memory of gradients that are None by now is left
         to whoever still holds them."""
-        if self._left and self.grads is not None and self._is_held():
+        if self._left and self._is_held():
             wait_for(self.arrived)
             self.grads, self.grad_views = None, {}
         self._left = False
