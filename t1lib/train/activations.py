@@ -66,7 +66,7 @@ class Saved:
     """What a layer's forward leaves for its backward, by micro-batch; made as the forward begins."""
 
     device: torch.device
-    modes: list[dict[str, Any]]  # of each of the layer's modules
+    modes: list[list[Any]]  # of each of the layer's modules
     version: int  # of the weights
     rows: int | None  # that were computed at a time
     random: list[list[Tensor] | None] = field(default_factory=list)  # generators' state before it, if it drew numbers
@@ -99,9 +99,9 @@ class Saved:
             yield
 
     @staticmethod
-    def modes_of(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
-        """Those of `MODES` that each module has."""
-        return [{name: own[name] for name in MODES if name in own} for own in map(vars, modules)]
+    def modes_of(modules: Iterable[nn.Module]) -> list[list[Any]]:
+        """`MODES` of each module; one that it lacks counts as False, which PEFT may set later."""
+        return [[own.get(name) or False for name in MODES] for own in map(vars, modules)]
 
 
 class Inputs:

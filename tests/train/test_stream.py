@@ -127,12 +127,14 @@ def two_adapters() -> nn.Module:
 
 
 def beside_reference(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """As in a loss of preferences: others' adapters in between."""
+    """As in a loss of preferences: others' adapters in between, and none."""
     loss = model_loss(model, batch)
     model.set_adapter("other")
     with torch.no_grad():
         known = model_loss(model, batch)
     model.set_adapter("default")
+    with model.disable_adapter(), torch.no_grad():
+        known *= model_loss(model, batch)
     return loss * known
 
 
