@@ -9,7 +9,7 @@ import pytest
 import torch
 from stream_cases import case, compare, masters, streaming
 from stream_loops import adamw, evaluated, model_loss, own_clip, sgd, train, two_forwards
-from stream_models import VOCABULARY, Block, adapted, blocks, data, layers_of, llama, qwen3
+from stream_models import Block, adapted, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -39,12 +39,6 @@ def penalised_before(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def embedding_again(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     embedded = checkpoint(model.get_input_embeddings(), batch["input_ids"], use_reentrant=False)
     return model(inputs_embeds=embedded, labels=batch["labels"]).loss
-
-
-def soft_prompt(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """By the embedding's matrix."""
-    model.t1_given = nn.functional.one_hot(batch["input_ids"], VOCABULARY).float().requires_grad_()
-    return model(inputs_embeds=model.t1_given @ model.get_input_embeddings().weight, labels=batch["labels"]).loss
 
 
 def of_inputs_alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -230,7 +224,6 @@ CASES: dict[str, dict[str, Any]] = {
     "two forwards, without accumulation": case(qwen3, sgd, loss=two_forwards) | {"accumulate": False},
     "layers that do not do the same every time": case(moody),
     "a checkpoint around the embedding": case(qwen3, loss=embedding_again),
-    "a soft prompt": case(qwen3, loss=soft_prompt, clip=lambda m, o: m.t1_given.grad.norm()),
     "gradients of inputs alone": case(qwen3, loss=of_inputs_alone, clip=lambda m, o: m.t1_given.grad.norm()),
     "a weight that is frozen before the backward": case(qwen3, loss=freezing),
     "adapters of two kinds, in turns": case(
@@ -244,6 +237,8 @@ CASES: dict[str, dict[str, Any]] = {
     "decoding by hand, by rows": case(qwen3, after=decoded_by_hand, micro_batch=1, rel=1e-5),
     "modules whose forward is replaced": case(qwen3, before=replace_forwards),
     "weights that are pruned": case(qwen3, before=prune_later),
+    # right after the step, whose updates have yet to read them
+    "gradients zeroed in place": case(qwen3, sgd, zero=lambda m: [p.grad.zero_() for p in m.parameters()]),
     "gradients scaled through what is held": case(qwen3, clip=scale_held),
     "gradients clipped again and again": case(qwen3, clip=clip_often),
     "a gradient that is kept": case(qwen3, clip=keep_first),
