@@ -16,7 +16,6 @@ ROOM = 80  # bytes per element of a piece in all its slots together; with more s
 ROWS = 2048  # rows of an embedding that are gathered and sent ahead of the others at a time
 GATHERED = 2  # buffers of `ROWS` rows, used in turn
 LEAVING = 2  # latest layer inputs that stay on the device: a copy to the host may take as long as a layer computes
-HOST_GRADS = 4  # layers whose gradients wait on the host, unless all wait for the last one; 12 gained nothing
 
 BACKWARD = 3.1  # tensors of a layer's inner width that its backward holds beside its saved activations (measured)
 FORWARD = 4  # tensors of that width that the forward of a layer holds if it saves nothing
@@ -158,9 +157,7 @@ def reserved_bytes(work: Work, allocated: Any, choice: Choice, most: bool = Fals
 def host_bytes(work: Work, choice: Choice) -> Any:
     """Bytes that the host holds: streamed layers with their state, waiting gradients, and what else is placed there."""
     streamed, trained = work.layers - choice.resident, trained_layers(work, choice)[1]
-    waiting = np.minimum(HOST_GRADS * (choice.host_share > 0), trained)
-    if work.together:
-        waiting = trained - waiting_layers(work, choice)
+    waiting = trained - waiting_layers(work, choice) if work.together else trained * choice.host_share
     held = work.layer * (streamed * work.itemsize + trained * work.state + waiting * work.itemsize)
     outer = (work.outer + GATHERED * min(ROWS * work.hidden, work.outer)) * outer_bytes(work) * (choice.outer == "host")
     return held + outer + work.layers * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")

@@ -38,6 +38,9 @@ def split_rows(piece: Piece, rows: int | None) -> list[Piece]:
         return [piece]
 
     def cut(start: int, value: Any) -> Any:
+        if masks(value) and len(value.kv_num_blocks) > 1:  # it has functions that tell rows by their number
+            found = f"a BlockMask of {len(value.kv_num_blocks)} rows, for flex_attention, with micro_batch={rows}"
+            raise T1Error(f"{found}; allowed: None, or a mask of 1 row")
         own = isinstance(value, Tensor) and value.dim() > 1 and len(value) == count
         whole_numbers = own and not (value.is_floating_point() or value.dtype == torch.bool)  # such as positions
         if own and value.dim() == 2 and not whole_numbers and piece.hidden.shape[1:2] == (count,):
@@ -45,10 +48,14 @@ def split_rows(piece: Piece, rows: int | None) -> list[Piece]:
             raise T1Error(f"{shape} Add a dimension, or leave micro_batch out")
         return value[start : start + rows] if own else value
 
-    return [
-        Piece(piece.hidden[start : start + rows], *tree_map(partial(cut, start), (piece.args, piece.kwargs)))
-        for start in range(0, count, rows)
-    ]
+    def masks(value: Any) -> bool:
+        return hasattr(value, "kv_num_blocks")
+
+    def part(start: int) -> Piece:
+        others = tree_map(partial(cut, start), (piece.args, piece.kwargs), is_leaf=masks)
+        return Piece(piece.hidden[start : start + rows], *others)
+
+    return [part(start) for start in range(0, count, rows)]
 
 
 MODES = ("training", "_active_adapter", "_disable_adapters")  # how a module is to run; the latter two are PEFT's
@@ -59,7 +66,7 @@ class Saved:
     """What a layer's forward leaves for its backward, by micro-batch; made as the forward begins."""
 
     device: torch.device
-    modes: list[dict[str, Any]]  # of each of the layer's modules
+    modes: list[list[Any]]  # of each of the layer's modules
     version: int  # of the weights
     rows: int | None  # that were computed at a time
     random: list[list[Tensor] | None] = field(default_factory=list)  # generators' state before it, if it drew numbers
@@ -92,24 +99,9 @@ class Saved:
             yield
 
     @staticmethod
-    def modes_of(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
-        """Those of `MODES` that each module has."""
-        return [{name: own[name] for name in MODES if name in own} for own in map(vars, modules)]
-
-    @contextmanager
-    def modes_again(self, layer: nn.Module) -> Iterator[None]:
-        """Put the layer's modules back into the modes, training or evaluation and their adapters, in which its forward
-        ran."""
-        modules = [*layer.modules()]
-        each = zip(map(vars, modules), self.modes_of(modules), self.modes, strict=False)
-        changed = [(own, now, then) for own, now, then in each if now != then]
-        try:
-            for own, _, then in changed:
-                own.update(then)
-            yield
-        finally:
-            for own, now, then in changed:  # unless a hook has set it meanwhile
-                own.update({name: value for name, value in now.items() if own[name] == then.get(name)})
+    def modes_of(modules: Iterable[nn.Module]) -> list[list[Any]]:
+        """`MODES` of each module; one that it lacks counts as False, which PEFT may set later."""
+        return [[own.get(name) or False for name in MODES] for own in map(vars, modules)]
 
 
 class Inputs:
@@ -154,7 +146,6 @@ class OnHost:
         self._left = self._tensor = None
 
     def prefetch(self) -> None:
-        """Start bringing it back."""
         if self._tensor is None and self._buffer is not None:
             lane = self._inputs.inward
             self._tensor = torch.empty_like(self._buffer, device=self._inputs.device)

@@ -42,12 +42,13 @@ class Engine:
         self.trace: NoTrace = NoTrace()
         self.lock = threading.RLock()  # who runs a layer, or steps: another thread may evaluate meanwhile
         self.optimizer = StreamOptimizer(self, optimizer)
-        streamed, groups = streamed_names(self.stack), self.optimizer.groups
+        groups = self.optimizer.groups
+        streamed = streamed_names(self.stack, groups)
         refuse_shared(model, self.stack, streamed)
         first = dict(self.stack[0].named_parameters())
         order = sorted(streamed, key=lambda n: groups.get(id(first[n]), 0))  # one group side by side
         self.layout = Layout({n: first[n] for n in order})
-        require_host_memory(self)
+        require_host_memory(self, choice)
         self.host: list[HostLayer] = []
         self.streamed: set[int] = set()  # ids of the parameters on the host
         self.outer: Outer | None = None  # updates matrices outside the layers whose state is on the host
@@ -132,7 +133,6 @@ class Engine:
         return [p for p in found if p.dtype == self.layout.dtype]
 
     def _run_with(self, choice: Choice, trains: bool) -> None:
-        """Make what runs the layers."""
         self.choice, outer = choice, self._travelling() if choice.outer == "host" else []
         self.schedule = Schedule(self, outer, trains)
         self._ending = weakref.finalize(self, self.schedule.thread.close)
@@ -149,9 +149,9 @@ class Engine:
         """Free what runs the layers, once nothing that is queued uses it."""
         if self.schedule is not None:
             self._ending()
-            if self.passes is not None:
-                self.passes.closed = True  # an earlier loss may still hold them
-            self.schedule = self.outer = self.passes = None
+        if self.passes is not None:
+            self.passes.closed = True  # an earlier loss may still hold them
+        self.schedule = self.outer = self.passes = None
 
     @torch.compiler.disable
     def run(self, index: int, *args: Any, **kwargs: Any) -> Tensor:
@@ -197,14 +197,12 @@ class Engine:
         return set() if self.outer is None else {id(held.param) for held in self.outer.held}
 
     def others(self) -> Iterator[nn.Parameter]:
-        """The optimizer's parameters that do not stream."""
         for group in self.optimizer.param_groups:
             yield from (p for p in group["params"] if id(p) not in self.streamed)
 
     def unstreamed(self) -> list[nn.Parameter]:
-        """Those of the model and of the optimizer that do not stream."""
-        found = dict.fromkeys([*self.model.parameters(), *self.others()])
-        return [p for p in found if id(p) not in self.streamed]
+        """The model's parameters that do not stream."""
+        return [p for p in self.model.parameters() if id(p) not in self.streamed]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """In place of `nn.Module.zero_grad`, which looks at each gradient first, and so would wait for all updates."""
@@ -212,7 +210,6 @@ class Engine:
         clear_gradients(self.unstreamed(), set_to_none)  # the optimizer may not have all of them
 
     def drain(self) -> None:
-        """Wait until all updates have ended."""
         if self.schedule is not None:
             self.schedule.drain()
         if self.outer is not None:

@@ -4,8 +4,8 @@ import itertools
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
@@ -55,7 +55,6 @@ class Lane:
 
 
 def wait_for(mark: Mark) -> None:
-    """Make the host wait for a mark."""
     if mark is not None:
         mark.synchronize()
 
@@ -89,18 +88,9 @@ class UpdateThread:
             job()
 
     def wait(self, number: int) -> None:
-        """Wait until the jobs of this number are done."""
         if number in self._jobs:
             self._jobs[number].result()
         self.check()
-
-    def first_done(self, numbers: Iterable[int]) -> int:
-        """One of these numbers whose job is done, or the first to be."""
-        jobs = {number: self._jobs.get(number) for number in numbers}
-        while not (done := [n for n, job in jobs.items() if job is None or job.done()]):
-            wait(jobs.values(), return_when=FIRST_COMPLETED)
-        self.check()
-        return done[0]
 
     def check(self) -> None:
         if self._error is not None:

@@ -1,7 +1,7 @@
 """Layers on the host: flat pinned buffers, parameters that are views of them, and gradients; and device buffers of the
 same layout."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import wraps
 from typing import Any
 
@@ -88,10 +88,10 @@ class Slot:
         self.freed: Mark = None  # when the content is no longer needed
 
 
-def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
+def streamed_names(layers: Sequence[nn.Module], groups: Container[int]) -> list[str]:
     """Names of the parameters that stream, alike in all layers (else a `T1Error`). Where a layer has trained and frozen
     parameters, those that have fewer bytes, such as adapters, stay on the device in every layer; so do frozen ones of
-    another dtype, such as adapters for reference."""
+    another dtype, such as adapters for reference. groups: ids of what the optimizer has"""
     few: set[str] = set()
     for layer in layers:
         params = dict(layer.named_parameters())
@@ -111,6 +111,8 @@ def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
         for name, param in own.items():
             found = f"{name!r} of layer {index} is {param.dtype}, other parameters are {dtype}"
             require(param.dtype == dtype, f"{found}; allowed: one dtype for all that streams")
+            alone = f"{name!r} of layer {index} is trained, but in no group of the optimizer: freeze it, or add it"
+            require(id(param) in groups or not param.requires_grad, alone)
     return list(first)
 
 
@@ -147,10 +149,9 @@ class HostLayer(Traveller):
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
         self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
         self.arrived: Mark = None  # when `grads` are complete
-        self.backward = self.latest = -1  # autograd's number of the layer's last backward; of any that gave gradients
+        self.backward = -1  # autograd's number of the last backward that gave gradients
         self._hooks: list[RemovableHandle] = []
         self.version = 0  # how many updates have begun
-        self.apart: dict[str, Tensor] = {}  # gradients that were set while somebody held those before them
         self.written = False  # the master may have to follow weights that somebody wrote
         for name, param in self.params.items():
             self.views[name].copy_(param.data)
@@ -167,11 +168,6 @@ class HostLayer(Traveller):
     @property
     def has_gradients(self) -> bool:
         return self.trained and len(self.absent) < len(self.params)
-
-    @property
-    def whole(self) -> bool:
-        """Whether the next update covers every parameter."""
-        return not self.absent and len(self.groups) == len(self.params)
 
     def spans(self, rules: list[Rule]) -> list[Span]:
         """What the next update covers, which it counts: parameters that have a gradient, by the rules of their groups;
@@ -201,8 +197,7 @@ class HostLayer(Traveller):
             return None
         self.see_gradients()
         self.shown = True
-        found = self.apart[name] if name in self.apart else self.grad_views[name]
-        return found.detach()  # another tensor, so that its memory is seen to be held
+        return self.grad_views[name].detach()  # another tensor, so that its memory is seen to be held
 
     def _name_of(self, param: nn.Parameter, kept: bool = True) -> str:
         """A parameter's name. kept: raise `T1Error` if its gradient is not"""
@@ -238,48 +233,30 @@ class HostLayer(Traveller):
             given, param.grad = param.grad, None
         if name not in self.absent:
             self._refuse_hook(name)
-            self.gather()
             self.see_gradients()
-            given = given + self.grad_views[name]
-        elif not self.has_gradients:
-            self.backward = torch._C._current_graph_task_id()
-        self.latest = torch._C._current_graph_task_id()
-        self.set_gradient(param, given)
+            self.grad_views[name].add_(given)
+        else:
+            self.set_gradient(param, given)
+        self.backward = torch._C._current_graph_task_id()
 
     def set_gradient(self, param: nn.Parameter, value: Tensor | None) -> None:
         name = self._name_of(param, kept=value is not None)
         self.norms = None
         if value is None:
-            self.apart.pop(name, None)
             self.absent.add(name)
             self._left |= self.shown
             return
         self.see_gradients()
         own = self.grad_views.get(name)
-        self.absent.discard(name)
-        if own is not None and value.data_ptr() == own.data_ptr() and value.stride() == own.stride():
-            self.apart.pop(name, None)
-        elif self.shown and self._is_held():
-            self.apart[name] = value.detach().to("cpu", self.layout.dtype, copy=True)
-        else:
+        if own is None or value.data_ptr() != own.data_ptr() or value.stride() != own.stride():
+            held = f"p.grad of {name!r} was assigned while gradients of its layer are held; allowed: p.grad.copy_(…)"
+            require(not (self.shown and self._is_held()), held)
             self.room_for_gradients()
             self.grad_views[name].copy_(value)
-
-    def gather(self) -> None:
-        """Put the gradients that were set apart into the buffer, or all into another one if somebody holds it."""
-        if not self.apart:
-            return
-        self.see_gradients()
-        apart, self.apart, before = self.apart, {}, self.grad_views
-        if self._is_held():
-            self.grads, self.grad_views, self.shown = None, {}, False
-            self.room_for_gradients()
-        for name in self.params.keys() - self.absent:
-            self.grad_views[name].copy_(apart[name] if name in apart else before[name])
+        self.absent.discard(name)
 
     def forget_gradients(self) -> None:
-        """All gradients are None from here on."""
-        self.absent, self.norms, self.scale, self.apart = set(self.params), None, None, {}
+        self.absent, self.norms, self.scale = set(self.params), None, None
         self._left |= self.shown
         self.shown = False
 
@@ -289,7 +266,6 @@ class HostLayer(Traveller):
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients, as soon as somebody looks or the update reads them; at once if she may hold some."""
-        self.gather()
         self.scale = factor if self.scale is None else self.scale * factor
         self.norms = None
         if self.shown:
@@ -298,11 +274,9 @@ class HostLayer(Traveller):
     def room_for_gradients(self) -> Tensor:
         """The host buffer for gradients, made when it is first needed. Memory of gradients that are None by now is left
         to whoever still holds them."""
-        if self._left and self.grads is not None and self._is_held():
-            self.settle(self)  # an update under way may be what holds them
+        if self._left and self._is_held():
             wait_for(self.arrived)
-            if self._is_held():
-                self.grads, self.grad_views = None, {}
+            self.grads, self.grad_views = None, {}
         self._left = False
         if self.grads is None:
             with torch.inference_mode(False):  # an evaluation may come between backward and step
@@ -320,13 +294,12 @@ class HostLayer(Traveller):
 
     def _refuse_hook(self, name: str, parts: bool = False) -> None:
         """Raise `T1Error` for a hook that would see a part of what one backward adds up."""
-        parts |= name not in self.absent and self.latest == torch._C._current_graph_task_id()
+        parts |= name not in self.absent and self.backward == torch._C._current_graph_task_id()
         where = f"a hook on {name!r} of layer {self.index}, which would see parts of its gradient; allowed: without"
         whole = f"{where} micro_batch, one forward per backward, and no loss on the weight itself"
         require(not (parts and self.params[name]._backward_hooks), whole)
 
     def bind(self, views: dict[str, Tensor]) -> None:
-        """Point the parameters at the device's buffer."""
         for name, param in self.params.items():
             param.__class__ = nn.Parameter
             param.data = views[name]
@@ -339,7 +312,6 @@ class HostLayer(Traveller):
     def give_back(self, device: torch.device | None = None) -> None:
         """Make the parameters ordinary ones, gradients included. Updates must be finished."""
         if self.has_gradients and self.keeps_gradients:
-            self.gather()
             self.see_gradients()
         for hook in self._hooks:
             hook.remove()

@@ -90,7 +90,6 @@ class StreamOptimizer(ResidentOptimizer):
             if set_to_none:
                 layer.forget_gradients()
             elif layer.has_gradients:
-                layer.gather()
                 layer.see_gradients()
                 layer.grads.zero_()
         clear_gradients(self._engine.others(), set_to_none)
@@ -120,7 +119,6 @@ class StreamOptimizer(ResidentOptimizer):
         for layer in engine.host:
             if layer.trained and (layer.norms is not None or layer.has_gradients):
                 if layer.norms is None:
-                    layer.gather()
                     layer.see_gradients()
                     found = {n: grad for n, grad in layer.grad_views.items() if n not in layer.absent}
                     layer.norms = dict(zip(found, norms_of(list(found.values()), exact), strict=True))
@@ -132,8 +130,7 @@ class StreamOptimizer(ResidentOptimizer):
             alike = [p for p in others if p.grad.dtype == dtype]
             found = norms_of([p.grad for p in alike], exact)
             norms |= {id(p): norm for p, norm in zip(alike, found, strict=True)}
-        everything = dict.fromkeys([*engine.model.parameters(), *others])
-        ordered = [norms[id(p)].to(engine.device) for p in everything if id(p) in norms]
+        ordered = [norms[id(p)].to(engine.device) for p in engine.model.parameters() if id(p) in norms]
         if not ordered:
             return torch.zeros((), device=engine.device)
         return torch.linalg.vector_norm(torch.stack(ordered))
@@ -197,7 +194,7 @@ class StreamOptimizer(ResidentOptimizer):
     def device_tensors(self) -> list[Tensor]:
         """What lies on the device between steps: all that does not stream, with its state, and the streams' buffers."""
         engine, held = self._engine, self.state if self._engine.placed else {}
-        there = [p for p in engine.model.parameters() if id(p) not in engine.streamed]
+        there = engine.unstreamed()
         state = [v for p in there if id(p) not in engine.travelling for v in held.get(p, {}).values()]
         own = [] if engine.schedule is None else engine.schedule.device_tensors()
         return [*there, *engine.model.buffers(), *state, *own]

@@ -4,7 +4,6 @@ The forward keeps the layer's input; the backward recomputes the layer from it, 
 `keep` layers keep their activations instead. Where launches bind, layers run as CUDA graphs.
 """
 
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +57,11 @@ class Passes:
         within = within or torch.autograd.forward_ad._current_level >= 0
         require(not within, "streamed layers within parametrize.cached(), torch.func, or forward-mode differentiation")
         trains = grad and any(p.requires_grad for p in layer.parameters())
-        before = _cached((*args, *kwargs.values()), index) if grad else []
-        needed = trains or hidden.requires_grad or any(t.requires_grad for t in before)
-        filled = "past_key_values that hold tokens, as in prefix tuning; to decode, use torch.no_grad()"
-        require(not (before and needed), filled)
         if not (trains or (grad and hidden.requires_grad)):
             with self.lock:
                 return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
+        filled = any(_holds_tokens(value, index) for value in (*args, *kwargs.values()))
+        require(not filled, "past_key_values that hold tokens, as in prefix tuning; to decode, use torch.no_grad()")
         held = self._schedule.layers.get(index)
         late = held is not None and not held.trained and any(p.requires_grad for p in held.params.values())
         require(not late, f"layer {index} was unfrozen after `stream`: close the optimizer, then stream again")
@@ -87,7 +84,6 @@ class Passes:
         version, graphs = 0 if held is None else held.version, [] if keep else None
         cached = any(isinstance(value, Cache) for value in (*whole.args, *whole.kwargs.values()))
         rows = None if cached else self._micro_batch
-        _refuse_blocks(whole, rows)
         saved, outputs = Saved(self.device, Saved.modes_of(modules), version, rows, graphs=graphs), []
         self._schedule.bind(index)
         try:
@@ -201,23 +197,10 @@ class Passes:
             return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
 
 
-def _refuse_blocks(whole: Piece, rows: int | None) -> None:
-    """Raise `T1Error` for a mask of flex_attention if only some of its rows are computed at a time: it has functions
-    that tell rows by their number."""
-    if rows is None or rows >= len(whole.hidden):
-        return
-    given = tree_leaves((whole.args, whole.kwargs), is_leaf=lambda value: hasattr(value, "kv_num_blocks"))
-    most = max((len(mask.kv_num_blocks) for mask in given if hasattr(mask, "kv_num_blocks")), default=1)
-    found = f"a BlockMask of {most} rows, for flex_attention, with micro_batch={rows}"
-    require(most == 1, f"{found}; allowed: None, or a mask of 1 row")
-
-
-def _cached(values: Iterable[Any], index: int) -> list[Tensor]:
-    """Keys and values of earlier tokens for layer `index`, in caches among the values."""
-    caches = [getattr(value, "self_attention_cache", value) for value in values if isinstance(value, Cache)]
-    layers = [cache.layers[index] for cache in caches if index < len(cache.layers)]
-    found = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
-    return [t for t in found if isinstance(t, Tensor) and t.numel()]
+def _holds_tokens(value: Any, index: int) -> bool:
+    """Whether it is a cache with keys of earlier tokens for layer `index`."""
+    layers = getattr(getattr(value, "self_attention_cache", value), "layers", ()) if isinstance(value, Cache) else ()
+    return index < len(layers) and getattr(layers[index], "keys", None) is not None
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -226,8 +209,6 @@ def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
 
 class _Layer(torch.autograd.Function):
-    """One layer on the whole batch."""
-
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor | None, hidden: Tensor, passes: Passes, index: int, args: Any, kwargs: Any
@@ -250,8 +231,11 @@ class _Layer(torch.autograd.Function):
         require(not partly, "autograd.grad, or backward(inputs=…), through streamed layers; allowed: loss.backward()")
         saved, args, kwargs, whole = ctx.saved, ctx.args, ctx.kwargs, None
         require(saved is not None, "a second backward through a streamed layer; run the forward again")
+        same = saved.modes == Saved.modes_of(ctx.passes.stack[ctx.index].modules())
+        found = f"layer {ctx.index} was put into training or evaluation mode, or its adapters were switched, between"
+        require(same, f"{found} its forward and its backward; allowed: before or after both")
         ctx.saved = ctx.args = ctx.kwargs = None  # nothing is left of the batch if somebody keeps the loss
-        with ctx.passes.lock, saved.modes_again(ctx.passes.stack[ctx.index]):
+        with ctx.passes.lock:
             if saved.graphs is None:
                 hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
                 whole = Piece(hidden.detach(), args, kwargs)

@@ -46,11 +46,12 @@ def refuse_recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         require(not (asked and torch.is_grad_enabled()), lost)
 
 
-def require_host_memory(engine: "Engine") -> None:
+def require_host_memory(engine: "Engine", choice: Choice | None) -> None:
     """Raise `T1Error` unless the host can hold the layers with their state."""
     layout, like = engine.layout, torch.empty(0, dtype=engine.layout.dtype)
     kinds = engine.precision.kinds(like, *engine.optimizer.rules())
-    each = sum(kind.itemsize for kind in kinds.values()) + layout.dtype.itemsize * (not engine.in_backward)
+    waits = not engine.in_backward or (choice is not None and choice.host_share > 0)  # gradients, for updates
+    each = sum(kind.itemsize for kind in kinds.values()) + layout.dtype.itemsize * waits
     trained = sum(any(dict(layer.named_parameters())[n].requires_grad for n in layout.shapes) for layer in engine.stack)
     # Weights move layer by layer, so that only one layer's are held twice.
     need, free = layout.numel * (layout.dtype.itemsize + trained * each), host_available()

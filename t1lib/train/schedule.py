@@ -20,7 +20,7 @@ from torch import Tensor
 from t1lib.errors import require
 from t1lib.memory import pinned_zeros
 from t1lib.optimizers import Rule
-from t1lib.plan.cost import HOST_GRADS, updated_by_host
+from t1lib.plan.cost import updated_by_host
 from t1lib.timing import NoTrace
 from t1lib.train.lanes import Lane, Mark, UpdateThread, uninterrupted, wait_for
 from t1lib.train.layers import HostLayer, Slot
@@ -42,11 +42,10 @@ class Schedule:
         self._order = list(engine.host)  # in which the layers run, and take turns in the slots
         self.layers = {layer.index: layer for layer in self._order}
         self.device, self.in_backward, self._overlap = engine.device, engine.in_backward, engine.overlap
-        layout, device, choice = engine.layout, engine.device, engine.choice
-        in_backward, overlap = engine.in_backward, engine.overlap
+        layout, device, choice, overlap = engine.layout, engine.device, engine.choice, engine.overlap
         self._rules, self._trace = engine.optimizer.rules, engine.traced
-        self._accumulate = engine.accumulate or in_backward  # which refuses more
-        self._waits_on_device = choice.grads == "device" and not in_backward
+        self._accumulate = engine.accumulate or self.in_backward  # which refuses more
+        self._waits_on_device = choice.grads == "device" and not self.in_backward
         trained = [layer for layer in self._order if layer.trained and trains]
         self.weights = [Slot(layout, device) for _ in range(min(choice.slots, len(self._order)))]
         self.grads = [Slot(layout, device) for _ in range(min(choice.grad_slots, len(trained)))]
@@ -54,7 +53,6 @@ class Schedule:
         self.thread = UpdateThread(device)
         self.updated: set[int] = set()  # layers that were updated since the last step, in the backward
         self._scratch = Scratch()  # the update thread's
-        self._rooms: dict[int, Tensor] = {}  # host buffers for gradients, by the layer that took each
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
         precision, rules = engine.precision, self._rules()
         by_host = [layer for place, layer in enumerate(self._order) if updated_by_host(place, choice.host_share)]
@@ -63,7 +61,7 @@ class Schedule:
         slots, grad_slots = cycle(self.weights), cycle(self.grads)
         for layer in self._order:
             layer.slot = next(slots)
-            layer.settle, layer.keeps_gradients = self.settle, not in_backward
+            layer.settle, layer.keeps_gradients = self.settle, not self.in_backward
             layer.travels = layer in trained and layer not in by_host
             if layer in trained:
                 layer.grad_slot = next(grad_slots)
@@ -74,11 +72,11 @@ class Schedule:
                 layer.state["master"].copy_(layer.flat)
         kinds = precision.kinds(torch.empty(0, dtype=layout.dtype), *rules) if trained or guests else {}
         # Updates that need nothing but weights and gradients are made in the slots, and the new weights leave.
-        self.stateless = in_backward and not kinds
+        self.stateless = self.in_backward and not kinds
         # Others read the weights in their slot, right after the backward, unless a master rebuilds them.
-        self._read_slots = in_backward and bool(kinds) and "master" not in kinds
+        self._read_slots = self.in_backward and bool(kinds) and "master" not in kinds
         any_travels = guests or (not self.stateless and any(layer.travels for layer in self._order))
-        kinds = {"weight": layout.dtype, **kinds} | ({} if in_backward else {"grad": layout.dtype})
+        kinds = {"weight": layout.dtype, **kinds} | ({} if self.in_backward else {"grad": layout.dtype})
         numel = max([layout.numel, *(guest.numel() for guest in guests)])
         self.travel = Travel(device, kinds if any_travels else {}, numel, overlap, self._trace)
         # The buffers' zeros, and what was in their memory before, may still be queued: no copy may overtake them.
@@ -165,12 +163,10 @@ class Schedule:
             self.updated.add(index)
         slot, layer.reached = layer.grad_slot, set()
         before, layer.backward = layer.backward, torch._C._current_graph_task_id()
-        layer.latest = layer.backward
         self.compute.after(slot.freed)
         if layer.has_gradients:
             beside = "a backward while gradients are there, with accumulate=False: call zero_grad(), or leave that out"
             require(self._accumulate or before == layer.backward, beside)
-            layer.gather()
             layer.see_gradients()
             slot.flat.copy_(layer.grads, non_blocking=True)
             for name in layer.absent:
@@ -201,7 +197,7 @@ class Schedule:
         if in_slot:
             layer.left = self._send(layer, layer.flat, "weights")
         elif self.in_backward and layer.travels:
-            layer.update = Update(slot.flat, layer.spans(self._rules()), (slot.filled,), layer.whole)
+            layer.update = Update(slot.flat, layer.spans(self._rules()), (slot.filled,), not layer.absent)
             slot.freed = self._begin_update(layer)
             if following is not None:
                 self.fetch(following, again=True)
@@ -209,24 +205,11 @@ class Schedule:
             layer.waiting = self.travel.cut(slot.flat)
             slot.freed, layer.arrived, layer.scale = self.compute.mark(), None, None
         else:
-            layer.arrived, layer.scale = self._send(layer, self._room_on_host(layer), "gradients"), None
+            layer.arrived, layer.scale = self._send(layer, layer.room_for_gradients(), "gradients"), None
             if self.in_backward:
                 self.begin(layer, self._rules())
         if self.in_backward:
             layer.absent = set(layer.params)
-
-    def _room_on_host(self, layer: HostLayer) -> Tensor:
-        """A host buffer for the layer's gradients: its own or, where the CPU updates in the backward, one of a few."""
-        if not self.in_backward:
-            return layer.room_for_gradients()
-        if layer.index in self._rooms:
-            room = self._rooms.pop(layer.index)  # it was updated before it ran again
-        elif len(self._rooms) < HOST_GRADS:
-            room = pinned_zeros(layer.layout.numel, layer.layout.dtype, self.device)
-        else:  # any that is free: the thread takes the latest layer first, so the earliest would be free last
-            room = self._rooms.pop(self.thread.first_done(self._rooms))
-        self._rooms[layer.index] = layer.grads = room
-        return room
 
     def _send(self, layer: HostLayer, to: Tensor, what: str) -> Mark:
         """Queue the copy of the layer's gradient slot to the host; returns the mark when it has arrived."""
@@ -254,9 +237,6 @@ class Schedule:
         if layer.touched:
             self._take_over_weights(layer)
         layer.follow()
-        layer.gather()
-        if layer.scale is not None and len(layer.groups) < len(layer.params):
-            layer.see_gradients()  # the update would not multiply those that are in no group
         grads, scale, mark = layer.waiting or layer.grads, layer.scale, None
         if layer.travels:
             mark = self.compute.mark()
@@ -267,7 +247,7 @@ class Schedule:
                 with lane.active():
                     self._sent = scale, lane.uses(scale).to("cpu", non_blocking=True), lane.mark()  # in pinned memory
             scale, mark = self._sent[1:]
-        given = Update(grads, layer.spans(rules), (layer.arrived, mark), layer.whole, scale)
+        given = Update(grads, layer.spans(rules), (layer.arrived, mark), not layer.absent, scale)
         layer.version += bool(given.spans)
         copied = layer.travels and layer.waiting is None
         if not copied and not layer.state.keys() & {"master", "low"}:

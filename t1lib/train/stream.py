@@ -26,15 +26,8 @@ def stream(
     accumulate: bool = True, plan_for: tuple[int, int] | None = None, choice: Choice | None = None,
     head: dict[str, Any] | None = None, overlap: bool = True,
 ) -> tuple[nn.Module, StreamOptimizer]:  # fmt: skip
-    """Stream a model's layers through the device, under any training loop. Returns the model and the optimizer to use.
-
-        model, optimizer = stream(model, torch.optim.AdamW(model.parameters(), lr=1e-4), gpu_memory="15GiB")
-        for batch in batches:
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+    """Stream a model's layers through the device, under any training loop. Returns the model and the optimizer to use,
+    whose `clip_grad_norm_` is exact.
 
     model              on the CPU or the device; its layers move to pinned host memory, the rest to the device
     optimizer          `torch.optim.AdamW` or `SGD`, with any groups; the model's only one, whose state is taken over
@@ -72,9 +65,9 @@ def stream(
     whole = micro_batch is None or is_whole(micro_batch, 1)
     require(whole, f"micro_batch={shown(micro_batch)}; allowed: 1 or more, whole numbers, or None")
     check_optimizer(optimizer, model)
-    budget = None if gpu_memory is None else parse_bytes(gpu_memory)
     require(head is None or isinstance(head, dict), f"head={shown(head)}; allowed: a dict, or None")
     head = None if head is None else {"head": choose("head", head.get("head", DEFAULT_HEAD), HEADS), **head}
+    budget = None if gpu_memory is None else parse_bytes(gpu_memory)
     enough = budget is None or budget >= 2**20
     require(enough, f"gpu_memory={shown(gpu_memory)} is {budget} bytes; allowed: 1MiB or more, such as '16GiB'")
     pair = isinstance(plan_for, tuple | list) and len(plan_for) == 2 and all(is_whole(n, 1) for n in plan_for)

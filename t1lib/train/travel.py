@@ -29,8 +29,6 @@ class Span(NamedTuple):
 
 
 class Update(NamedTuple):
-    """An update to be made."""
-
     grads: Tensor | list[Tensor]  # flat: on the host they come in with the state; or on the device, as `Travel` cuts
     spans: list[Span]
     known: Sequence[Mark]  # to wait for before gradients and their factor are read

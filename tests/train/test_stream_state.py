@@ -110,16 +110,6 @@ def test_hooks_of_loading_are_called():
         assert loaded == [0.5] and "extra" in given
 
 
-def test_gradients_that_an_update_still_reads_are_not_taken_for_somebodys():
-    """`zero_grad` right after `step` waits for no update, and makes no new buffer."""
-    with streaming(blocks(), choice=Choice(host_share=1.0)) as (streamed, own):
-        train(streamed, own, FIRST[:2])
-        layer = own._engine.host[0]
-        buffer, read = layer.grads, layer.grads[:4]
-        own.zero_grad()
-        assert layer.grads is buffer and read.data_ptr() == buffer.data_ptr()
-
-
 def test_accelerate_saves_all_weights(tmp_path):
     """It takes tensors of one storage for tied ones."""
     accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)

@@ -1,7 +1,6 @@
 """What surrounds a streamed model: losses on its weights, moody layers, the user's own checkpoints, threads."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from stream_cases import case, compare, masters, streaming
 from stream_loops import adamw, evaluated, model_loss, own_clip, sgd, train, two_forwards
-from stream_models import VOCABULARY, Block, adapted, blocks, changed, data, layers_of, llama, qwen3
+from stream_models import Block, adapted, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -42,12 +41,6 @@ def embedding_again(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(inputs_embeds=embedded, labels=batch["labels"]).loss
 
 
-def soft_prompt(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """By the embedding's matrix."""
-    model.t1_given = nn.functional.one_hot(batch["input_ids"], VOCABULARY).float().requires_grad_()
-    return model(inputs_embeds=model.t1_given @ model.get_input_embeddings().weight, labels=batch["labels"]).loss
-
-
 def of_inputs_alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Nothing of the model is trained. The embedding is given its input by name."""
     model.requires_grad_(False)
@@ -55,24 +48,16 @@ def of_inputs_alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(inputs_embeds=model.t1_given, labels=batch["labels"]).loss
 
 
-def between(first: Callable[[nn.Module], object], then: Callable[[nn.Module], object]) -> Callable[..., Tensor]:
-    """A loss: `first` comes before the forward, `then` before the backward."""
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        first(model)
-        found = model_loss(model, batch)
-        then(model)
-        return found
-
+def freezing(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A weight is frozen between forward and backward."""
+    up_weight(model, -1).requires_grad_(True)
+    loss = model_loss(model, batch)
+    up_weight(model, -1).requires_grad_(False)
     return loss
 
 
 def up_weight(model: nn.Module, layer: int = 0) -> nn.Parameter:
     return layers_of(model)[layer].mlp.up_proj.weight
-
-
-def train_embedding(model: nn.Module) -> None:
-    model.get_input_embeddings().requires_grad_(True)
 
 
 def of_two_kinds() -> nn.Module:
@@ -117,14 +102,12 @@ def of_assigned(model: nn.Module) -> float:
 
 
 def scale_held(model: nn.Module, optimizer: Any) -> Tensor:
-    """Gradients are held and clipped, some dropped, one set, and all others scaled through what is held."""
+    """Gradients are held and clipped, some dropped, and all others scaled through what is held."""
     held = {param: param.grad for param in model.parameters()}
     own_clip(model, optimizer)
     for param, grad in held.items():
         if param.dim() == 1:
             param.grad = None
-        elif param.shape[0] == param.shape[1]:
-            param.grad = grad.clamp(-1e-3, 1e-3)
         grad.mul_(0.1)
     return sum(grad.norm() for grad in held.values())
 
@@ -159,20 +142,10 @@ def keep_first(model: nn.Module, optimizer: Any) -> Tensor:
 
 def add_kept(model: nn.Module, optimizer: Any) -> Tensor:
     """Gradients that were kept are added to those of the next step."""
-    weight, kept = up_weight(model), vars(model).setdefault("t1_kept", [])
-    kept.append(weight.grad)
-    weight.grad = sum(kept[-2:])
+    grad, kept = up_weight(model).grad, vars(model).setdefault("t1_kept", [])
+    grad += sum(kept[-1:])
+    kept.append(grad)
     return kept[0].norm()
-
-
-def norms_alone(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW([p for n, p in model.named_parameters() if "norm" in n], lr=1e-2)
-
-
-def clip_twice(model: nn.Module, optimizer: Any) -> Tensor:
-    """The second norm is of gradients that were all scaled."""
-    own_clip(model, optimizer)
-    return own_clip(model, optimizer, 0.01)
 
 
 class Moody(Block):
@@ -186,8 +159,6 @@ class Moody(Block):
         out = super().forward(hidden, mask, scale=scale)
         if self.number == 1 or (self.number == 2 and torch.rand(()) < 0.5):
             return hidden + 0.1 * (out - hidden).square()
-        if torch.isnan(out).any():
-            raise FloatingPointError
         self.last = out.detach()
         return out if out.detach().abs().max() < 1e3 else out.clamp(-1e3, 1e3)
 
@@ -248,19 +219,10 @@ CASES: dict[str, dict[str, Any]] = {
     "two forwards, without accumulation": case(qwen3, sgd, loss=two_forwards) | {"accumulate": False},
     "layers that do not do the same every time": case(moody),
     "a checkpoint around the embedding": case(qwen3, loss=embedding_again),
-    "a soft prompt": case(qwen3, loss=soft_prompt, clip=lambda m, o: m.t1_given.grad.norm()),
     "gradients of inputs alone": case(qwen3, loss=of_inputs_alone, clip=lambda m, o: m.t1_given.grad.norm()),
-    "evaluation mode": case(partial(blocks, dropout=0.3), loss=between(nn.Module.train, nn.Module.eval)),
-    "a weight that is frozen before the backward": case(
-        qwen3,
-        loss=between(lambda m: up_weight(m, -1).requires_grad_(True), lambda m: up_weight(m, -1).requires_grad_(False)),
-    ),
+    "a weight that is frozen before the backward": case(qwen3, loss=freezing),
     "adapters of two kinds, in turns": case(
         of_two_kinds, before=lambda m, o, b: m.set_adapter("default" if m.active_adapter == "other" else "other")
-    ),
-    "adapters, disabled before the backward": case(
-        partial(changed, partial(adapted, dropout=0.0), train_embedding),
-        loss=between(lambda m: m.base_model.enable_adapter_layers(), lambda m: m.base_model.disable_adapter_layers()),
     ),
     "weights swapped for an average": case(qwen3, after=of_average),
     # updates of which the weights, in 16 bits, see none for a while
@@ -270,17 +232,12 @@ CASES: dict[str, dict[str, Any]] = {
     "decoding by hand, by rows": case(qwen3, after=decoded_by_hand, micro_batch=1, rel=1e-5),
     "modules whose forward is replaced": case(qwen3, before=replace_forwards),
     "weights that are pruned": case(qwen3, before=prune_later),
+    # right after the step, whose updates have yet to read them
+    "gradients zeroed in place": case(qwen3, sgd, zero=lambda m: [p.grad.zero_() for p in m.parameters()]),
     "gradients scaled through what is held": case(qwen3, clip=scale_held),
     "gradients clipped again and again": case(qwen3, clip=clip_often),
     "a gradient that is kept": case(qwen3, clip=keep_first),
-    "a gradient that is kept, dropped alone": case(
-        qwen3, clip=keep_first, zero=lambda m: [setattr(p, "grad", None) for p in m.parameters()]
-    ),
     "gradients that are kept, dropped by layers": case(qwen3, clip=add_kept, zero=lambda m: m.model.zero_grad()),
-    # which are never zeroed, but clipped before the step, and seen after it
-    "gradients of parameters in no group": case(
-        qwen3, norms_alone, clip=clip_twice, zero=lambda m: None, after=lambda m: up_weight(m).grad.norm().item()
-    ),
 }
 
 
@@ -293,6 +250,12 @@ def test_same_bits_as_plain_pytorch(name, monkeypatch):
         compare(**CASES[name], places=[{"choice": choice} for choice in CHOICES.values()])
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_hidden_states_are_cut_by_rows_whatever_their_shape():
+    """Of the layer's other arguments, a matrix like this one would be refused."""
+    pieces = activations.split_rows(activations.Piece(torch.zeros(4, 4), (), {}), 3)
+    assert [piece.hidden.shape for piece in pieces] == [(3, 4), (1, 4)]
 
 
 def test_the_last_product_is_left_out_of_known_layers_unless_somebody_looks(monkeypatch):
