@@ -149,9 +149,10 @@ class HostLayer(Traveller):
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
         self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
         self.arrived: Mark = None  # when `grads` are complete
-        self.backward = -1  # autograd's number of the last backward that gave gradients
+        self.backward = self.latest = -1  # autograd's number of the layer's last backward; of any that gave gradients
         self._hooks: list[RemovableHandle] = []
         self.version = 0  # how many updates have begun
+        self.apart: dict[str, Tensor] = {}  # gradients that were set while somebody held those before them
         self.written = False  # the master may have to follow weights that somebody wrote
         for name, param in self.params.items():
             self.views[name].copy_(param.data)
@@ -197,7 +198,8 @@ class HostLayer(Traveller):
             return None
         self.see_gradients()
         self.shown = True
-        return self.grad_views[name].detach()  # another tensor, so that its memory is seen to be held
+        found = self.apart[name] if name in self.apart else self.grad_views[name]
+        return found.detach()  # another tensor, so that its memory is seen to be held
 
     def _name_of(self, param: nn.Parameter, kept: bool = True) -> str:
         """A parameter's name. kept: raise `T1Error` if its gradient is not"""
@@ -233,30 +235,47 @@ class HostLayer(Traveller):
             given, param.grad = param.grad, None
         if name not in self.absent:
             self._refuse_hook(name)
+            self.gather()
             self.see_gradients()
-            self.grad_views[name].add_(given)
-        else:
-            self.set_gradient(param, given)
-        self.backward = torch._C._current_graph_task_id()
+            given = given + self.grad_views[name]
+        elif not self.has_gradients:
+            self.backward = torch._C._current_graph_task_id()
+        self.latest = torch._C._current_graph_task_id()
+        self.set_gradient(param, given)
 
     def set_gradient(self, param: nn.Parameter, value: Tensor | None) -> None:
         name = self._name_of(param, kept=value is not None)
         self.norms = None
         if value is None:
+            self.apart.pop(name, None)
             self.absent.add(name)
             self._left |= self.shown
             return
         self.see_gradients()
         own = self.grad_views.get(name)
-        if own is None or value.data_ptr() != own.data_ptr() or value.stride() != own.stride():
-            held = f"p.grad of {name!r} was assigned while gradients of its layer are held; allowed: p.grad.copy_(…)"
-            require(not (self.shown and self._is_held()), held)
+        self.absent.discard(name)
+        if own is not None and value.data_ptr() == own.data_ptr() and value.stride() == own.stride():
+            self.apart.pop(name, None)
+        elif self.shown and self._is_held():
+            self.apart[name] = value.detach().to("cpu", self.layout.dtype, copy=True)
+        else:
             self.room_for_gradients()
             self.grad_views[name].copy_(value)
-        self.absent.discard(name)
+
+    def gather(self) -> None:
+        """Put the gradients that were set apart into the buffer, or all into another one if somebody holds it."""
+        if not self.apart:
+            return
+        self.see_gradients()
+        apart, self.apart, before = self.apart, {}, self.grad_views
+        if self._is_held():
+            self.grads, self.grad_views, self.shown = None, {}, False
+            self.room_for_gradients()
+        for name in self.params.keys() - self.absent:
+            self.grad_views[name].copy_(apart[name] if name in apart else before[name])
 
     def forget_gradients(self) -> None:
-        self.absent, self.norms, self.scale = set(self.params), None, None
+        self.absent, self.norms, self.scale, self.apart = set(self.params), None, None, {}
         self._left |= self.shown
         self.shown = False
 
@@ -266,6 +285,7 @@ class HostLayer(Traveller):
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients, as soon as somebody looks or the update reads them; at once if she may hold some."""
+        self.gather()
         self.scale = factor if self.scale is None else self.scale * factor
         self.norms = None
         if self.shown:
@@ -294,7 +314,7 @@ class HostLayer(Traveller):
 
     def _refuse_hook(self, name: str, parts: bool = False) -> None:
         """Raise `T1Error` for a hook that would see a part of what one backward adds up."""
-        parts |= name not in self.absent and self.backward == torch._C._current_graph_task_id()
+        parts |= name not in self.absent and self.latest == torch._C._current_graph_task_id()
         where = f"a hook on {name!r} of layer {self.index}, which would see parts of its gradient; allowed: without"
         whole = f"{where} micro_batch, one forward per backward, and no loss on the weight itself"
         require(not (parts and self.params[name]._backward_hooks), whole)
@@ -312,6 +332,7 @@ class HostLayer(Traveller):
     def give_back(self, device: torch.device | None = None) -> None:
         """Make the parameters ordinary ones, gradients included. Updates must be finished."""
         if self.has_gradients and self.keeps_gradients:
+            self.gather()
             self.see_gradients()
         for hook in self._hooks:
             hook.remove()

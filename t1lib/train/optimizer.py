@@ -90,6 +90,7 @@ class StreamOptimizer(ResidentOptimizer):
             if set_to_none:
                 layer.forget_gradients()
             elif layer.has_gradients:
+                layer.gather()
                 layer.see_gradients()
                 layer.grads.zero_()
         clear_gradients(self._engine.others(), set_to_none)
@@ -119,6 +120,7 @@ class StreamOptimizer(ResidentOptimizer):
         for layer in engine.host:
             if layer.trained and (layer.norms is not None or layer.has_gradients):
                 if layer.norms is None:
+                    layer.gather()
                     layer.see_gradients()
                     found = {n: grad for n, grad in layer.grad_views.items() if n not in layer.absent}
                     layer.norms = dict(zip(found, norms_of(list(found.values()), exact), strict=True))

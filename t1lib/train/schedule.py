@@ -163,10 +163,12 @@ class Schedule:
             self.updated.add(index)
         slot, layer.reached = layer.grad_slot, set()
         before, layer.backward = layer.backward, torch._C._current_graph_task_id()
+        layer.latest = layer.backward
         self.compute.after(slot.freed)
         if layer.has_gradients:
             beside = "a backward while gradients are there, with accumulate=False: call zero_grad(), or leave that out"
             require(self._accumulate or before == layer.backward, beside)
+            layer.gather()
             layer.see_gradients()
             slot.flat.copy_(layer.grads, non_blocking=True)
             for name in layer.absent:
@@ -237,6 +239,7 @@ class Schedule:
         if layer.touched:
             self._take_over_weights(layer)
         layer.follow()
+        layer.gather()
         grads, scale, mark = layer.waiting or layer.grads, layer.scale, None
         if layer.travels:
             mark = self.compute.mark()

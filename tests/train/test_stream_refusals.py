@@ -323,11 +323,8 @@ def test_what_is_refused_changes_nothing():
         found = model(ids, use_cache=True)
         refused(lambda: model(ids[:, :1], past_key_values=found.past_key_values), "past_key_values")
         model.train()
-        weight = model.model.layers[0].mlp.up_proj.weight
-        hook = weight.register_hook(lambda grad: grad)
+        hook = model.model.layers[0].mlp.up_proj.weight.register_hook(lambda grad: grad)
         two = model_loss(model, BATCHES[0]) + model_loss(model, BATCHES[1])
         refused(two.backward, "a hook", "parts")
         hook.remove()
-        held = weight.grad
-        refused(lambda: setattr(weight, "grad", 2 * held), "held", "copy_")
         optimizer.zero_grad()

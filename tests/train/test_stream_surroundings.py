@@ -102,12 +102,14 @@ def of_assigned(model: nn.Module) -> float:
 
 
 def scale_held(model: nn.Module, optimizer: Any) -> Tensor:
-    """Gradients are held and clipped, some dropped, and all others scaled through what is held."""
+    """Gradients are held and clipped, some dropped, one set, and all others scaled through what is held."""
     held = {param: param.grad for param in model.parameters()}
     own_clip(model, optimizer)
     for param, grad in held.items():
         if param.dim() == 1:
             param.grad = None
+        elif param.shape[0] == param.shape[1]:
+            param.grad = grad.clamp(-1e-3, 1e-3)
         grad.mul_(0.1)
     return sum(grad.norm() for grad in held.values())
 
@@ -142,9 +144,9 @@ def keep_first(model: nn.Module, optimizer: Any) -> Tensor:
 
 def add_kept(model: nn.Module, optimizer: Any) -> Tensor:
     """Gradients that were kept are added to those of the next step."""
-    grad, kept = up_weight(model).grad, vars(model).setdefault("t1_kept", [])
-    grad += sum(kept[-1:])
-    kept.append(grad)
+    weight, kept = up_weight(model), vars(model).setdefault("t1_kept", [])
+    kept.append(weight.grad)
+    weight.grad = sum(kept[-2:])
     return kept[0].norm()
 
 
