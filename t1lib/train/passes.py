@@ -4,6 +4,7 @@ The forward keeps the layer's input; the backward recomputes the layer from it, 
 `keep` layers keep their activations instead. Where launches bind, layers run as CUDA graphs.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -57,11 +58,11 @@ class Passes:
         within = within or torch.autograd.forward_ad._current_level >= 0
         require(not within, "streamed layers within parametrize.cached(), torch.func, or forward-mode differentiation")
         trains = grad and any(p.requires_grad for p in layer.parameters())
-        if not (trains or (grad and hidden.requires_grad)):
+        earlier = _keys((*args, *kwargs.values()), index)
+        if not (trains or (grad and any(t.requires_grad for t in (hidden, *earlier)))):
             with self.lock:
                 return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
-        filled = any(_holds_tokens(value, index) for value in (*args, *kwargs.values()))
-        require(not filled, "past_key_values that hold tokens, as in prefix tuning; to decode, use torch.no_grad()")
+        require(not earlier, "past_key_values that hold tokens, as in prefix tuning; to decode, use torch.no_grad()")
         held = self._schedule.layers.get(index)
         late = held is not None and not held.trained and any(p.requires_grad for p in held.params.values())
         require(not late, f"layer {index} was unfrozen after `stream`: close the optimizer, then stream again")
@@ -197,10 +198,11 @@ class Passes:
             return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
 
 
-def _holds_tokens(value: Any, index: int) -> bool:
-    """Whether it is a cache with keys of earlier tokens for layer `index`."""
-    layers = getattr(getattr(value, "self_attention_cache", value), "layers", ()) if isinstance(value, Cache) else ()
-    return index < len(layers) and getattr(layers[index], "keys", None) is not None
+def _keys(values: Iterable[Any], index: int) -> list[Tensor]:
+    """Keys of earlier tokens for layer `index`, in caches among the values."""
+    caches = [getattr(value, "self_attention_cache", value) for value in values if isinstance(value, Cache)]
+    found = [getattr(cache.layers[index], "keys", None) for cache in caches if index < len(cache.layers)]
+    return [keys for keys in found if keys is not None]
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

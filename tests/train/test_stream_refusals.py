@@ -202,6 +202,15 @@ def trained_in_frozen(model: nn.Module, optimizer: Any) -> None:
     first_loss(model)
 
 
+def trained_prefix(model: nn.Module, optimizer: Any) -> None:
+    """As in prefix tuning: layers are frozen, and only the keys that they find need gradients."""
+    model.requires_grad_(False).eval()
+    found = model(BATCHES[0]["input_ids"], use_cache=True).past_key_values
+    for layer in found.layers:
+        layer.keys.requires_grad_()
+    model(BATCHES[0]["input_ids"], past_key_values=found)
+
+
 def written_input(model: nn.Module, optimizer: Any) -> None:
     """As nothing below the layer is trained, PyTorch allows it."""
     model.get_input_embeddings().requires_grad_(False)
@@ -233,6 +242,7 @@ ONGOING: dict[str, tuple] = {
     "converted": during(lambda m, o: first_backward(m.half()), build=llama),  # at once or in the next forward
     "unfrozen": during(lambda m, o: first_backward(m.requires_grad_(True)), "0 was unfrozen", frozen_layer),
     "trained within what is frozen": during(trained_in_frozen, "layer 0 is frozen", frozen_layer),
+    "a trained prefix": during(trained_prefix, "past_key_values"),
     "a layer that writes to its input": during(written_input, "layer 0 writes to its input"),
     # layers send off their gradients as they go, so nothing less than a whole backward is right
     "gradients of some": during(lambda m, o: torch.autograd.grad(first_loss(m), m.lm_head.weight), "backward()"),
