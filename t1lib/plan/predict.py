@@ -73,7 +73,7 @@ def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> 
             p = Prediction(mode, head, why=str(error))
         for need, there, where in (p.reserved, vram, "device"), (p.host, inf if host is None else host, "host"):
             if not p.why and need > there:
-                p = replace(p, why=f"needs {in_words(need)} of {in_words(there)} on the {where}")
+                p = replace(p, why=f"needs {in_words(need)}, and the {where} has {in_words(there)}")
         found.append(p)
     return found
 
@@ -187,7 +187,7 @@ def plan_command(given: argparse.Namespace) -> int:
 
 def _digits(value: float) -> str:
     """Format with three significant digits, or with all digits before the decimal point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
 
 
 def _setting(given: argparse.Namespace) -> Setting:
@@ -212,5 +212,5 @@ def _command(arguments: argparse.Namespace, best: Prediction, vram: int) -> str:
     parts = [part for name, value in given.items() if value for part in (f"--{name.replace('_', '-')}", str(value))]
     parts += ["--split-master"] * arguments.split_master
     parts += [part for change in arguments.change for part in ("--change", *change)]
-    about = "\n  (predicted with the preset's vocabulary; train makes one from its text, --vocabulary entries)"
+    about = "\n  (predicted with the preset's vocabulary; train makes a tokenizer from its text, of --vocabulary entries)"
     return shlex.join(["python", "-m", "t1lib", "train", *parts]) + about * (arguments.model in PRESETS)

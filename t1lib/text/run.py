@@ -256,6 +256,6 @@ def _line(row: dict[str, Any], last: int) -> str:
     memory = "" if row["device_gib"] is None else f"  device {row['device_gib']:.2f} GiB"
     held_out = "" if row["held_out_loss"] is None else f"  held out {row['held_out_loss']:.4f}"
     return (
-        f"step {row['step']:>{len(str(last))}}/{last}  loss {row['loss']:.4f}  norm {row['grad_norm']:.3g}  "
+        f"step {row['step']:>{len(str(last))}}/{last}  loss {row['loss']:.4f}  norm {row['grad_norm']:#.3g}  "
         f"{row['tokens_per_s']:,.0f} tokens/s{memory}  host {row['host_gib']:.2f} GiB{held_out}"
     )

@@ -1,7 +1,7 @@
 """One training loop for all modes; the loss is a head of `t1lib.heads` on the last hidden states.
 
     gpu         plain PyTorch: the model on the device, its own forward, `torch.optim`
-    gpu-graph   the same step as a single CUDA graph (`t1lib.train.slide`)
+    gpu-graph   the same step as a single CUDA graph (`t1lib.train.modes`)
     ckpt        as gpu, with each layer recomputed in the backward, as Hugging Face does it
     slide       `t1lib.train.stream`: layers on the host
     fsdp        PyTorch's FSDP2 (`t1lib.train.fsdp`)
@@ -315,7 +315,7 @@ def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> T
     `FsdpTrainer` in their modes. Raises `T1Error` for an unknown mode, an option that the mode does not take, or a
     value that does not fit; in mode slide also as `t1lib.train.stream` does."""
     from t1lib.train.fsdp import FsdpTrainer
-    from t1lib.train.slide import GraphTrainer, SlideTrainer
+    from t1lib.train.modes import GraphTrainer, SlideTrainer
 
     own = {"gpu-graph": GraphTrainer, "slide": SlideTrainer, "fsdp": FsdpTrainer}
     kind = own.get(choose("mode", mode, MODES), Trainer)

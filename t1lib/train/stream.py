@@ -26,8 +26,15 @@ def stream(
     accumulate: bool = True, plan_for: tuple[int, int] | None = None, choice: Choice | None = None,
     head: dict[str, Any] | None = None, overlap: bool = True,
 ) -> tuple[nn.Module, StreamOptimizer]:  # fmt: skip
-    """Stream a model's layers through the device, under any training loop. Returns the model and the optimizer to use,
-    whose `clip_grad_norm_` is exact.
+    """Stream a model's layers through the device, under any training loop. Returns the model and the optimizer to use.
+
+        model, optimizer = stream(model, torch.optim.AdamW(model.parameters(), lr=1e-4), gpu_memory="15GiB")
+        for batch in batches:
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
 
     model              on the CPU or the device; its layers move to pinned host memory, the rest to the device
     optimizer          `torch.optim.AdamW` or `SGD`, with any groups; the model's only one, whose state is taken over
