@@ -24,9 +24,9 @@ from t1lib.timing import NoTrace, PhaseTimer, Span, Trace, between_ms, mark_now,
 from t1lib.train import wrap
 from t1lib.train.batch import Piece
 from t1lib.train.loop import Trainer, make_trainer
+from t1lib.train.modes import SlideTrainer
 from t1lib.train.placing import work_in
 from t1lib.train.resident import make_optimizer
-from t1lib.train.modes import SlideTrainer
 
 LINK = ("h2d_gb_s", "d2h_gb_s", "both_in_gb_s", "both_out_gb_s")
 PLACES = ("device", "host")  # where a plan puts things; `TrainSession.choice` gives their index
