@@ -159,7 +159,8 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> 
     if "executed.ipynb" not in content["files"]:
         return "not run by `python -m t1lib run`"
     now = fingerprint.everything()
-    changed = [name for name, value in content["made_of"]["modules"].items() if now.get(name) != value]
+    modules = content["made_of"].get("modules", {"t1lib": ""})  # none were noted by the first edition
+    changed = [name for name, value in modules.items() if now.get(name) != value]
     changed[3:] = ["…"] * (len(changed) > 3)
     changed += ["notebook"] * (content["made_of"]["notebook"] != fingerprint.notebook(experiment))
     changed += ["parameters"] * (content["parameters"] != _lasting(parameters))

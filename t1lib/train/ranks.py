@@ -93,7 +93,7 @@ def join(cuda: bool) -> Store:
     size, rank = launched(), 0
     on_one_host = size in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if on_one_host else ():
-        os.environ.setdefault(name, "lo")  # the host's name may not resolve
+        os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")  # the host's name may not resolve
     if size == 1:  # a file instead of the network, which the store removes
         with tempfile.NamedTemporaryFile(delete=False) as file:
             store: Store = dist.FileStore(file.name, 1)

@@ -71,7 +71,7 @@ def test_a_workspace_that_is_too_small_for_the_head_is_why_that_alone_does_not_f
 def test_why_the_others_fail_and_what_would_fit():
     """The smallest change of each kind is named; changes that do not help are not."""
     found = {(p.mode, p.head): p for p in predict(SETTING, 16 * GIB, 64 * GIB, H200)}
-    assert found["gpu", "fused"].why.endswith("of 16.0 GiB on the device")
+    assert found["gpu", "fused"].why.endswith("the device has 16.0 GiB")
     assert recommended(found.values()) == found["slide", "fused"]
     nowhere = predict(SETTING, 16 * GIB, 8 * GIB, H200)
     refused(lambda: recommended(nowhere), "nothing fits; the least is mode slide", " GiB on the device and ", "host")
@@ -85,7 +85,7 @@ def test_why_the_others_fail_and_what_would_fit():
 def test_the_command_prints_the_table_and_a_command_to_train_as_a_shell_takes_it(command, monkeypatch):
     asked = ["--model", "qwen3-8b", "--seq", "4096", "--vram", "16 GiB", "--max-grad-norm", "0"]
     out = command("plan", *asked, "--change", "rope_parameters", (value := "{'rope_type': 'default'}"))
-    assert out.count("GiB on the device") == 8 and "recommended: mode slide, head fused" in out
+    assert out.count("the device has") == 8 and "recommended: mode slide, head fused" in out
     assert "an H200's rates, not this machine's" in out
     to_train = shlex.split(out.splitlines()[-2])
     assert " ".join(to_train[:10]) == "python -m t1lib train --model qwen3-8b --mode slide --head fused"
