@@ -113,7 +113,7 @@ def recommended(predictions: Collection[Prediction]) -> Prediction:
     Raises `T1Error` if nothing fits, which says what needs the least."""
     fitting = [p for p in predictions if not p.why]
     if not fitting:
-        on_device = [p for p in predictions if p.why.endswith("on the host")]
+        on_device = [p for p in predictions if "and the host has" in p.why]
         least = min(on_device, key=lambda p: p.host) if on_device else min(predictions, key=lambda p: p.reserved)
         need = f"{in_words(least.reserved)} on the device and {in_words(least.host)} on the host"
         raise T1Error(f"nothing fits; the least is mode {least.mode} with head {least.head}, which needs {need}")
