@@ -201,8 +201,9 @@ class Engine:
             yield from (p for p in group["params"] if id(p) not in self.streamed)
 
     def unstreamed(self) -> list[nn.Parameter]:
-        """The model's parameters that do not stream."""
-        return [p for p in self.model.parameters() if id(p) not in self.streamed]
+        """The parameters that do not stream: the model's, and any that only the optimizer still has."""
+        found = {id(p): p for p in (*self.model.parameters(), *self.others())}
+        return [p for key, p in found.items() if key not in self.streamed]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """In place of `nn.Module.zero_grad`, which looks at each gradient first, and so would wait for all updates."""

@@ -1,12 +1,11 @@
 """What streaming runs on: ordered queues of device work, marks between them, and the thread that updates layers."""
 
-import itertools
-import queue
 import signal
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import FrameType
 
@@ -54,29 +53,38 @@ class Lane:
         return tensor
 
 
+def reached(mark: Mark) -> bool:
+    """Whether nobody would wait for it; True after an error of the device, which whoever waits then raises."""
+    with suppress(RuntimeError):
+        return mark is None or mark.query()
+    return True
+
+
 def wait_for(mark: Mark) -> None:
     if mark is not None:
         mark.synchronize()
 
 
 class UpdateThread:
-    """Runs jobs on a thread of its own, the lowest number first: the next forward needs layer 0 first, although its
-    gradients come last. After an error no job runs, and `wait` and `check` raise it."""
+    """Runs jobs on a thread of its own. Of those whose marks the device has reached, the lowest number goes first: the
+    next forward needs layer 0 first, although its gradients come last. After an error no job runs, and `wait` and
+    `check` raise it."""
 
     def __init__(self, device: torch.device) -> None:
         # Its thread starts with the first job, knows no engine while it has none, and ends before the interpreter does.
         self._pool = ThreadPoolExecutor(1, "t1-update", partial(_prepare, device))
-        self._waiting: queue.PriorityQueue = queue.PriorityQueue()
-        self._turn = itertools.count()
+        self._waiting: dict[int, deque[tuple[Callable[[], None], tuple[Mark, ...], Future]]] = defaultdict(deque)
         self._jobs: dict[int, Future] = {}  # the last one of each number
         self._error: Exception | None = None
+        self._lock = threading.Lock()  # of what waits
         self._own, self._device = 0, device  # the thread's number, from its first job on
 
-    def submit(self, number: int, job: Callable[[], None]) -> None:
-        """Run `job` on the thread, after the earlier ones of this number."""
+    def submit(self, number: int, job: Callable[[], None], *marks: Mark) -> None:
+        """Run `job` on the thread once the device has reached the marks, after the earlier ones of this number."""
         with uninterrupted():  # else somebody could wait for a job that is never run
             done = self._jobs[number] = Future()
-            self._waiting.put((number, next(self._turn), job, done))
+            with self._lock:
+                self._waiting[number].append((job, marks, done))
             self._pool.submit(self._run_next)
 
     def then(self, number: int, job: Callable[[], None]) -> None:
@@ -104,14 +112,24 @@ class UpdateThread:
 
     def _run_next(self) -> None:
         self._own = threading.get_ident()
-        _, _, job, done = self._waiting.get()
+        job, marks, done = self._take()
         try:
             self.check()
+            for mark in marks:
+                wait_for(mark)
             job()
         except Exception as error:
             self._error = error
         del job  # before anybody learns that it is done, and counts what memory is held
         done.set_result(None)
+
+
+    def _take(self) -> tuple[Callable[[], None], tuple[Mark, ...], Future]:
+        """The job whose turn it is. If none can begin, the highest number's: its gradients come first."""
+        with self._lock:
+            found = [number for number, jobs in self._waiting.items() if jobs]
+            ready = (number for number in sorted(found) if all(map(reached, self._waiting[number][0][1])))
+            return self._waiting[next(ready, max(found))].popleft()
 
 
 def _prepare(device: torch.device) -> None:

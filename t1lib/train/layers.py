@@ -256,9 +256,11 @@ class HostLayer(Traveller):
         self.absent.discard(name)
         if own is not None and value.data_ptr() == own.data_ptr() and value.stride() == own.stride():
             self.apart.pop(name, None)
+            self.shown = True  # she held it
         elif self.shown and self._is_held():
             self.apart[name] = value.detach().to("cpu", self.layout.dtype, copy=True)
         else:
+            self.apart.pop(name, None)
             self.room_for_gradients()
             self.grad_views[name].copy_(value)
 
@@ -281,7 +283,7 @@ class HostLayer(Traveller):
 
     def _is_held(self) -> bool:
         """Whether more refers to the gradients' memory than the buffer, its views, and the one that is asked."""
-        return torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > 2 + len(self.grad_views)
+        return self.grads is not None and torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > 2 + len(self.grad_views)
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients, as soon as somebody looks or the update reads them; at once if she may hold some."""

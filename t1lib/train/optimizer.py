@@ -132,7 +132,8 @@ class StreamOptimizer(ResidentOptimizer):
             alike = [p for p in others if p.grad.dtype == dtype]
             found = norms_of([p.grad for p in alike], exact)
             norms |= {id(p): norm for p, norm in zip(alike, found, strict=True)}
-        ordered = [norms[id(p)].to(engine.device) for p in engine.model.parameters() if id(p) in norms]
+        order = dict.fromkeys(map(id, [*engine.model.parameters(), *others]))
+        ordered = [norms[key].to(engine.device) for key in order if key in norms]
         if not ordered:
             return torch.zeros((), device=engine.device)
         return torch.linalg.vector_norm(torch.stack(ordered))
@@ -185,7 +186,7 @@ class StreamOptimizer(ResidentOptimizer):
                 own = precision.kinds(param, group)
                 spare = precision.kinds(param, *self.param_groups).keys() - own  # a layer has what any group needs
                 saved = {key: value for key, value in found[param].items() if key not in spare}
-                check_state(param, own, saved, repr(names[param]))
+                check_state(param, own, saved, repr(names.get(param, "one that is none of the model's")))
 
     def take_over(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         """Copy states, by parameter, into those held here. A parameter whose state is empty starts anew."""

@@ -260,14 +260,12 @@ class Schedule:
             return
         if layer.slot.holds is layer:
             layer.slot.holds = None  # stale from here on
-        self.thread.submit(layer.index, partial(self._update_on_host, layer, given, self._trace()))
+        self.thread.submit(layer.index, partial(self._update_on_host, layer, given, self._trace()), *given.known)
         if not self._overlap:
             self.thread.wait(layer.index)
 
     def _update_on_host(self, layer: HostLayer, given: Update, trace: NoTrace) -> None:
-        """On the update thread."""
-        for mark in given.known:
-            wait_for(mark)
+        """On the update thread, once the gradients have arrived."""
         with trace.host_span("update", "update", layer.index):
             for at, rule, count in given.spans:
                 state = {key: flat[at] for key, flat in layer.state.items()}

@@ -11,7 +11,7 @@ from stream_cases import case, compare, masters, streaming
 from stream_loops import adamw, evaluated, model_loss, own_clip, sgd, train, two_forwards
 from stream_models import Block, adapted, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch.nn.utils import clip_grad_norm_, prune
 from torch.utils.checkpoint import checkpoint
 
 from t1lib.plan.cost import Choice
@@ -20,6 +20,10 @@ from t1lib.train import activations
 ON_HOST = Choice(inputs="host", outer="host", grads="host", host_share=0.5)
 CHOICES = {"default": None, "on host": ON_HOST, "resident": Choice(resident=2, slots=1, grad_slots=1)}
 CHOICES |= {"kept": Choice(keep=2), "waiting": Choice(host_share=0.5, grads="device")}
+
+
+def mlps(model: nn.Module) -> list[nn.Module]:
+    return [layer.mlp for layer in layers_of(model)]
 
 
 def penalty(model: nn.Module) -> Tensor:
@@ -150,6 +154,45 @@ def add_kept(model: nn.Module, optimizer: Any) -> Tensor:
     return kept[0].norm()
 
 
+def set_while_held(model: nn.Module, optimizer: Any) -> Tensor:
+    """One gradient is held, another is None by then; one is set twice, while another is held and then not."""
+    first, second = ([m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight] for m in mlps(model)[:2])
+    model.t1_held = held = first[0].grad
+    first[1].grad, first[0].grad = None, held * 2
+    kept = second[2].grad
+    second[0].grad = torch.full_like(second[0], 0.01)  # apart from what is held
+    del kept
+    second[0].grad = torch.full_like(second[0], 0.02)
+    return held.norm()
+
+
+def set_back(model: nn.Module, optimizer: Any) -> Tensor:
+    """All gradients are taken away, and one is set to what it was, another to something else."""
+    first, second = mlps(model)[0].gate_proj.weight, mlps(model)[0].up_proj.weight
+    kept = [first.grad, second.grad]
+    optimizer.zero_grad()
+    first.grad, second.grad = kept[0], kept[1] * 5
+    return kept[0].norm()
+
+
+def with_scale() -> nn.Module:
+    """A parameter of the optimizer's that soon is none of the model's."""
+    model = qwen3()
+    model.t1_scale = nn.Parameter(torch.tensor(0.5))
+    return model
+
+
+def scaled(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    if not hasattr(model, "t1_taken"):
+        model.t1_taken = [model._parameters.pop("t1_scale")]
+    return model_loss(model, batch) * model.t1_taken[0].exp()
+
+
+def clip_all_of_the_optimizer(model: nn.Module, optimizer: Any) -> Tensor:
+    own = getattr(optimizer, "clip_grad_norm_", None)
+    return own(0.05) if own else clip_grad_norm_([*model.parameters(), *model.t1_taken], 0.05)
+
+
 class Moody(Block):
     """By chance or by its number it is skipped, or leaves its rest out; looks at its output, and keeps it."""
 
@@ -238,6 +281,9 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients zeroed in place": case(qwen3, sgd, zero=lambda m: [p.grad.zero_() for p in m.parameters()]),
     "gradients scaled through what is held": case(qwen3, clip=scale_held),
     "gradients clipped again and again": case(qwen3, clip=clip_often),
+    "gradients set while others are held": case(qwen3, sgd, clip=set_while_held),
+    "gradients set back": case(qwen3, sgd, clip=set_back),
+    "a parameter that is the optimizer's alone": case(with_scale, loss=scaled, clip=clip_all_of_the_optimizer),
     "a gradient that is kept": case(qwen3, clip=keep_first),
     "gradients that are kept, dropped by layers": case(qwen3, clip=add_kept, zero=lambda m: m.model.zero_grad()),
 }

@@ -1,0 +1,48 @@
+"""In which order layers are updated, where none of it needs a GPU."""
+
+import threading
+
+import pytest
+import torch
+
+from t1lib.train.lanes import UpdateThread
+
+
+class Arrival:
+    """A mark that the device reaches when somebody sets it, or waits for it."""
+
+    def __init__(self, here: bool = False) -> None:
+        self.here = here
+
+    def query(self) -> bool:
+        return self.here
+
+    def synchronize(self) -> None:
+        self.here = True
+
+
+class Broken(Arrival):
+    def query(self) -> bool:
+        raise RuntimeError("the device failed")
+
+    synchronize = query
+
+
+def test_updates_begin_with_what_has_arrived_and_is_needed_first():
+    thread, begin, done = UpdateThread(torch.device("cpu")), threading.Event(), []
+    marks = {number: Arrival(number in (1, 3)) for number in range(5)}
+    thread.submit(9, begin.wait)
+    for number, mark in marks.items():
+        thread.submit(number, lambda number=number: done.append(number), None, mark)
+    thread.then(3, lambda: done.append("3 again"))
+    begin.set()
+    thread.close()
+    assert done == [1, 3, "3 again", 4, 2, 0]
+
+
+def test_an_error_of_the_device_reaches_whoever_waits():
+    thread = UpdateThread(torch.device("cpu"))
+    thread.submit(0, lambda: None, Broken())
+    with pytest.raises(RuntimeError, match="the device failed"):
+        thread.wait(0)
+    thread.close()
