@@ -58,9 +58,14 @@ def everything() -> dict[str, str]:
 
 def loaded() -> list[str]:
     """The modules of the kit that this process has loaded, and those that they import, anywhere in them: processes that
-    it started have loaded them."""
-    finder = ModuleFinder([str(_ROOT.parent)])
+    it started have loaded them. All of the kit's where one of them cannot be read, as it is being edited."""
+    kit, finder = everything().keys(), ModuleFinder([str(_ROOT.parent)])
     for name in [name for name in sys.modules if name.partition(".")[0] == _ROOT.name]:
-        with suppress(ImportError):  # its file is gone
+        try:
             finder.import_hook(name)
-    return sorted(name for name in finder.modules if name.partition(".")[0] == _ROOT.name)
+        except SyntaxError:
+            return sorted(kit)
+        except ImportError:  # its file is gone
+            continue
+    found = {name for name in finder.modules if name.partition(".")[0] == _ROOT.name}
+    return sorted(kit if kit & finder.badmodules.keys() else found)

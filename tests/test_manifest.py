@@ -74,6 +74,28 @@ def test_loaded_are_the_modules_that_were_imported_and_what_they_import():
     assert not {"t1lib.kit.run", "t1lib.measure.session", "t1lib.measure.pandas"} & set(told)
 
 
+@pytest.mark.parametrize("edited", ["kit_of_a_test.a", "kit_of_a_test.deep.b"])
+def test_all_modules_count_as_loaded_while_one_is_half_edited(tmp_path, monkeypatch, edited):
+    root = tmp_path / "kit_of_a_test"
+    texts = {
+        "__init__": "",
+        "a": "def f():\n    from kit_of_a_test.deep import b",
+        "deep.__init__": "",
+        "deep.b": "x = 1",
+    }
+    for name, text in {**texts, "other": ""}.items():
+        path = root.joinpath(*name.split(".")).with_suffix(".py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(fingerprint, "_ROOT", root)
+    for name in (root.name, f"{root.name}.a"):
+        monkeypatch.setitem(sys.modules, name, Mock())
+    usual = [root.name, *(f"{root.name}.{name}" for name in ("a", "deep", "deep.b"))]
+    assert fingerprint.loaded() == usual
+    root.parent.joinpath(*edited.split(".")).with_suffix(".py").write_text("def f(:")
+    assert fingerprint.loaded() == [*usual, f"{root.name}.other"]
+
+
 def test_results_of_another_gpu_are_not_replaced(checkout, monkeypatch):
     checkout.add("demo")
     final, staging = checkout.outputs("demo"), paths.staging("smoke", "demo")

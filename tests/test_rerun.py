@@ -215,6 +215,15 @@ def test_a_cell_sees_what_those_above_it_recorded_and_all_may_run_again(checkout
     assert len(published(checkout)) == 5
 
 
+def test_an_edit_of_the_notebook_that_cannot_be_read_does_not_end_its_run(checkout, kernel):
+    save(checkout, CELLS)
+    path = checkout.root / "notebooks" / "demo.ipynb"
+    assert kernel.run(*list(CELLS)[:-2]) == ""
+    path.write_text(path.read_text()[:200])
+    assert kernel.run("show", "finish") == ""
+    assert len(published(checkout)) == 5
+
+
 def test_a_part_of_a_notebook_is_not_published(checkout, kernel):
     """Neither if a cell was left out, nor if one was interrupted before it recorded anything."""
     save(checkout, CELLS)

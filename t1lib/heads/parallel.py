@@ -81,9 +81,9 @@ def linear_cross_entropy(
         require(own.get("by", "sequence") == "sequence", 'head "chunked" takes by="sequence" under a group')
         settings = check_settings(Settings(**{name: options[name] for name in SETTINGS & set(options)}))
         w, b = linear_weight, linear_bias
-        whole = isinstance(w, DTensor) or isinstance(b, DTensor)
-        require(not whole, "linear_weight or linear_bias is a DTensor; pass its to_local(), and vocabulary=")
         tensors = Tensors(input, w, target, b, weight, token_weight)
+        whole = [name for name, value in tensors._asdict().items() if isinstance(value, DTensor)]
+        require(not whole, f"{' and '.join(whole)}: a DTensor; pass its to_local() and, of the weight, vocabulary=")
         check_tensors(tensors, head)
         require(w.dim() == 2 and len(w) > 0, f"linear_weight must have shape (rows, D), got {tuple(w.shape)}")
         fits = b is None or b.shape == w.shape[:1]

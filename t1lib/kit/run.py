@@ -60,7 +60,7 @@ class Run:
         self._commit = manifest.git_state()
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
         self._inputs: dict[str, str] = {}
-        self._numbers = Numbers()
+        self._numbers, self._saved = Numbers(), []
         self._clock = time.perf_counter()
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="t1-", ignore_cleanup_errors=True)
         self.outdir = folder or Path(self._temporary.name) / experiment
@@ -135,8 +135,13 @@ class Run:
             raise T1Error(f"{told}; run them, or save it without them")
 
     def _saved_cells(self) -> tuple[list[dict[str, Any]], int | None]:
-        """The saved notebook's cells of code, and which one is running: None if the frontend does not tell."""
-        cells = [cell for cell in params.code_cells(paths.notebook(self.experiment)) if cell["source"].strip()]
+        """The saved notebook's cells of code, as they were while somebody's edit cannot be read, and which one is
+        running: None if the frontend does not tell."""
+        with suppress(T1Error):
+            self._saved = [
+                cell for cell in params.code_cells(paths.notebook(self.experiment)) if cell["source"].strip()
+            ]
+        cells = self._saved
         return cells, next((at for at, cell in enumerate(cells) if cell.get("id") == self._cells.key), None)
 
     def frame(self) -> pd.DataFrame:

@@ -123,7 +123,6 @@ class UpdateThread:
         del job  # before anybody learns that it is done, and counts what memory is held
         done.set_result(None)
 
-
     def _take(self) -> tuple[Callable[[], None], tuple[Mark, ...], Future]:
         """The job whose turn it is. If none can begin, the highest number's: its gradients come first."""
         with self._lock:

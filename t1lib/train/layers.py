@@ -283,7 +283,9 @@ class HostLayer(Traveller):
 
     def _is_held(self) -> bool:
         """Whether more refers to the gradients' memory than the buffer, its views, and the one that is asked."""
-        return self.grads is not None and torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > 2 + len(self.grad_views)
+        if self.grads is None:
+            return False
+        return torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > 2 + len(self.grad_views)
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients, as soon as somebody looks or the update reads them; at once if she may hold some."""

@@ -186,7 +186,7 @@ class StreamOptimizer(ResidentOptimizer):
                 own = precision.kinds(param, group)
                 spare = precision.kinds(param, *self.param_groups).keys() - own  # a layer has what any group needs
                 saved = {key: value for key, value in found[param].items() if key not in spare}
-                check_state(param, own, saved, repr(names.get(param, "one that is none of the model's")))
+                check_state(param, own, saved, repr(names.get(param, "none of the model's")))
 
     def take_over(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         """Copy states, by parameter, into those held here. A parameter whose state is empty starts anew."""

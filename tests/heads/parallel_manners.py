@@ -15,7 +15,7 @@ from parallel_cases import CHUNKED, FEW, ROWS, SIZE, agrees, on_shards, own_rows
 from processes import Cases, next_port
 from refusals import refused
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from t1lib.heads import fused_launch
 from t1lib.heads import linear_cross_entropy as in_one
@@ -78,9 +78,11 @@ def counted() -> None:
 def sharded() -> None:
     """A DTensor is refused with what to pass instead, by which its gradient is a DTensor, too."""
     w = distribute_tensor(P.w, init_device_mesh("cpu", (SIZE,)), [Shard(0)]).requires_grad_()
-    call = partial(linear_cross_entropy, P.e, target=P.target, group=dist.group.WORLD, vocabulary=257, **CHUNKED)
-    raises(lambda: call(linear_weight=w), r"pass its to_local\(\)")
-    (dw,) = torch.autograd.grad(call(linear_weight=w.to_local()), w)
+    call = partial(linear_cross_entropy, target=P.target, group=dist.group.WORLD, vocabulary=257, **CHUNKED)
+    raises(lambda: call(P.e, w), r"linear_weight: a DTensor; pass its to_local\(\)")
+    whole = distribute_tensor(P.e, w.device_mesh, [Replicate()])
+    raises(lambda: call(whole, w.to_local()), r"input: a DTensor; pass its to_local\(\)")
+    (dw,) = torch.autograd.grad(call(P.e, w.to_local()), w)
     want = run("full", Problem(P.e, P.w, None, P.target), torch.ones(()))[2]
     assert_close([dw.full_tensor()], [want], 1e-5)
 
