@@ -257,7 +257,7 @@ class HostLayer(Traveller):
         if own is not None and value.data_ptr() == own.data_ptr() and value.stride() == own.stride():
             self.apart.pop(name, None)
             self.shown = True  # she held it
-        elif self.shown and self._is_held():
+        elif self.is_held():
             self.apart[name] = value.detach().to("cpu", self.layout.dtype, copy=True)
         else:
             self.apart.pop(name, None)
@@ -270,7 +270,7 @@ class HostLayer(Traveller):
             return
         self.see_gradients()
         apart, self.apart, before = self.apart, {}, self.grad_views
-        if self._is_held():
+        if self.is_held():
             self.grads, self.grad_views, self.shown = None, {}, False
             self.room_for_gradients()
         for name in self.params.keys() - self.absent:
@@ -281,9 +281,9 @@ class HostLayer(Traveller):
         self._left |= self.shown
         self.shown = False
 
-    def _is_held(self) -> bool:
+    def is_held(self) -> bool:
         """Whether more refers to the gradients' memory than the buffer, its views, and the one that is asked."""
-        if self.grads is None:
+        if self.grads is None or not (self.shown or self._left):
             return False
         return torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > 2 + len(self.grad_views)
 
@@ -298,7 +298,7 @@ class HostLayer(Traveller):
     def room_for_gradients(self) -> Tensor:
         """The host buffer for gradients, made when it is first needed. Memory of gradients that are None by now is left
         to whoever still holds them."""
-        if self._left and self._is_held():
+        if self._left and self.is_held():
             wait_for(self.arrived)
             self.grads, self.grad_views = None, {}
         self._left = False

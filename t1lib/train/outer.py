@@ -7,6 +7,7 @@ Nothing reads the weights between the head's backward and that update. During th
 tightest, their device memory is released: the update rebuilds them from their masters, or from a copy on the host.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -161,10 +162,12 @@ class Outer:
 
     @unwatched
     def begin(self) -> None:
-        """Take the gradients. The update comes later: after the next look-up (`forward_done`), or in `ready`."""
+        """Take the gradients. The update comes later: after the next look-up (`forward_done`), or in `ready`. It comes
+        at once if somebody holds a gradient, and may change it."""
         if self._pending or not self._away:
             self.ready()
             self._take_over()
+        at_once = any(_references(held.param) > _references(ALONE) for held in self.held)
         for held in self.held:
             held.grad = held.param.grad
             if held.grad is not None:
@@ -173,7 +176,7 @@ class Outer:
         self._known = self._schedule.compute.mark()
         if self._pending:
             self._hide()
-        else:
+        if at_once or not self._pending:
             self.ready()
 
     @unwatched
@@ -294,3 +297,14 @@ def _is_saved(param: nn.Parameter, storage: torch.UntypedStorage) -> bool:
     """Whether a graph has saved the parameter for its own backward, or somebody holds a view of its memory. Else two
     refer to it, Python and what adds to its gradient; and two to its storage, it and `storage`."""
     return param._use_count() > 2 or torch._C._storage_Use_Count(storage._cdata) > 2
+
+
+def _references(param: nn.Parameter) -> int:
+    """How many refer to the parameter's gradient, or to its memory; 0 without one."""
+    if param.grad is None:
+        return 0
+    return sys.getrefcount(param.grad) + torch._C._storage_Use_Count(param.grad.untyped_storage()._cdata)
+
+
+ALONE = nn.Parameter(torch.zeros(1, device="cpu"))
+ALONE.grad = torch.zeros(1, device="cpu")  # nobody else refers to it

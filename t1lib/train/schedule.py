@@ -250,6 +250,9 @@ class Schedule:
                 with lane.active():
                     self._sent = scale, lane.uses(scale).to("cpu", non_blocking=True), lane.mark()  # in pinned memory
             scale, mark = self._sent[1:]
+        if layer.shown and layer.is_held():  # she may change them before they are read
+            wait_for(layer.arrived)
+            grads = grads.clone()
         given = Update(grads, layer.spans(rules), (layer.arrived, mark), not layer.absent, scale)
         layer.version += bool(given.spans)
         copied = layer.travels and layer.waiting is None

@@ -166,6 +166,11 @@ def set_while_held(model: nn.Module, optimizer: Any) -> Tensor:
     return held.norm()
 
 
+def hold(model: nn.Module, optimizer: Any) -> Tensor:
+    model.t1_held = [param.grad for param in model.parameters()]
+    return torch.stack([grad.norm() for grad in model.t1_held]).norm()
+
+
 def set_back(model: nn.Module, optimizer: Any) -> Tensor:
     """All gradients are taken away, and one is set to what it was, another to something else."""
     first, second = mlps(model)[0].gate_proj.weight, mlps(model)[0].up_proj.weight
@@ -282,6 +287,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients scaled through what is held": case(qwen3, clip=scale_held),
     "gradients clipped again and again": case(qwen3, clip=clip_often),
     "gradients set while others are held": case(qwen3, sgd, clip=set_while_held),
+    "gradients zeroed through what is held": case(qwen3, clip=hold, zero=lambda m: [g.zero_() for g in m.t1_held]),
     "gradients set back": case(qwen3, sgd, clip=set_back),
     "a parameter that is the optimizer's alone": case(with_scale, loss=scaled, clip=clip_all_of_the_optimizer),
     "a gradient that is kept": case(qwen3, clip=keep_first),
