@@ -24,7 +24,7 @@ LAUNCHES = 60  # a chunk's small kernels
 HALF = 9 / 16  # time of a tile of half the columns, relative to a whole one (as `kernels.products` assumes, too)
 UNEVEN = 0.06  # share of the processors' idle time in the last of several waves of dE that dW cannot fill
 REREAD = 1e-4  # share of a late chunk's time added per row block: larger chunks re-read more
-ROUNDED = 0.015  # per chunk beyond eight, as a share of a late plan's time: each rounds dW once more
+ROUNDED = 0.025  # per chunk beyond eight, as a share of a late plan's time: each rounds dW once more
 
 
 class Tiles(NamedTuple):
