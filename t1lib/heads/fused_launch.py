@@ -145,7 +145,7 @@ class Pass:
         sums, new, weight = self.memory["frequent_sums"], self.key.new_zeros, self.opts.local_class_weight
         slot = torch.full((self.opts.vocab,), -1, dtype=torch.int16, device=self.key.device)
         self.known |= dict(frequent=new(len(sums)), place=new(len(sums)), slot=slot, frequent_number=new(()))
-        self.launch(rows.find_frequent, 1, most=len(sums), LEAST=LEAST, BINS=128, BLOCK=8192, num_warps=16)
+        self.launch(rows.find_frequent, 1, most=len(sums), LEAST=LEAST, BINS=128, BLOCK=4096, num_warps=16)
         if even_sum is None:
             sums.zero_()
         else:

@@ -102,7 +102,7 @@ def early(o: Operands) -> tuple[Pass, Gradients]:
     for _ in c.each():
         statistics(c, z)
         c.find_frequent(even_sum)  # now that the device is busy
-        c.launch(rows.scale_rows, up(c.size, c.tiles.m), num_warps=8)
+        c.launch(rows.scale_rows, up(c.size, c.tiles.m))
         c.products(z, 0, even_sum if c.start == 0 else None)
         c.add_bias(z, 0, c.fields["scale"][c.start :])
         if de is not None:
