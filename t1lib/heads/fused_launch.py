@@ -22,7 +22,7 @@ try:
 except ImportError:  # Gluon is part of Triton from 3.6 on, and its names may still change
     hopper = None
 
-LEAST = 4  # tokens of a target that counts as frequent
+FREQUENT_FROM = 4  # tokens: targets that have as many or more count as frequent
 BLOCK = 1024  # columns per step in kernels where a program handles one row
 STAGES = 4  # pipeline stages of the kernels of `hopper` and `tail`, 48 KiB of shared memory each
 CACHED = 10 * 2**20  # bytes of hidden states that stay in a 50 MB L2 cache while the weight streams through it
@@ -132,11 +132,10 @@ class Pass:
             yield
 
     def find_frequent(self, even_sum: Tensor | None = None) -> None:
-        """Once: where each target's tokens end (`segment_end`), and the most frequent targets, each of LEAST tokens
-        or more. Their rows of dW add up in float32 over the chunks, in `frequent_sums` (H, D), at first what label
-        smoothing takes: −c ⊗ `even_sum`. `frequent` (H) int32: classes, the first `frequent_number` () of which are
-        used; `place` (H): the position at which the tokens of each begin; `slot` (V): a class's index among them, or
-        −1."""
+        """Once: where each target's tokens end (`segment_end`), and the most frequent targets. Their rows of dW add up in
+        float32 over the chunks, in `frequent_sums` (H, D), at first what label smoothing takes: −c ⊗ `even_sum`.
+        `frequent` (H) int32: classes, the first `frequent_number` () of which are used; `place` (H): the position at
+        which the tokens of each begin; `slot` (V): a class's index among them, or −1."""
         if "segment_end" in self.known or (self.dw is None and self.db is None):
             return
         self.known["segment_end"] = torch.searchsorted(self.key, self.key, right=True, out_int32=True)
@@ -145,7 +144,7 @@ class Pass:
         sums, new, weight = self.memory["frequent_sums"], self.key.new_zeros, self.opts.local_class_weight
         slot = torch.full((self.opts.vocab,), -1, dtype=torch.int16, device=self.key.device)
         self.known |= dict(frequent=new(len(sums)), place=new(len(sums)), slot=slot, frequent_number=new(()))
-        self.launch(rows.find_frequent, 1, most=len(sums), LEAST=LEAST, BINS=128, BLOCK=4096, num_warps=16)
+        self.launch(rows.find_frequent, 1, most=len(sums), LEAST=FREQUENT_FROM, BINS=128, BLOCK=4096, num_warps=16)
         if even_sum is None:
             sums.zero_()
         else:

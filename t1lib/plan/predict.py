@@ -49,7 +49,8 @@ class Setting:
 @dataclass(frozen=True)
 class Prediction:
     """Of one mode with one head: bytes at the peak, ms per step, what slide keeps where (`choice`), and `why` it does
-    not fit, if it does not. All numbers are infinite if the head refuses the setting."""
+    not fit, if it does not. `lacks` says where memory is missing: on the "device", perhaps also on the host, or on the
+    "host" alone. All numbers are infinite if the head refuses the setting."""
 
     mode: str
     head: str
@@ -59,6 +60,7 @@ class Prediction:
     ms: float = inf
     choice: Choice | None = None
     why: str = ""
+    lacks: str = ""
 
 
 def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> list[Prediction]:
@@ -73,7 +75,7 @@ def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> 
             p = Prediction(mode, head, why=str(error))
         for need, there, where in (p.reserved, vram, "device"), (p.host, inf if host is None else host, "host"):
             if not p.why and need > there:
-                p = replace(p, why=f"needs {in_words(need)}, and the {where} has {in_words(there)}")
+                p = replace(p, why=f"needs {in_words(need)}, and the {where} has {in_words(there)}", lacks=where)
         found.append(p)
     return found
 
@@ -113,7 +115,7 @@ def recommended(predictions: Collection[Prediction]) -> Prediction:
     Raises `T1Error` if nothing fits, which says what needs the least."""
     fitting = [p for p in predictions if not p.why]
     if not fitting:
-        on_device = [p for p in predictions if "and the host has" in p.why]
+        on_device = [p for p in predictions if p.lacks == "host"]
         least = min(on_device, key=lambda p: p.host) if on_device else min(predictions, key=lambda p: p.reserved)
         need = f"{in_words(least.reserved)} on the device and {in_words(least.host)} on the host"
         raise T1Error(f"nothing fits; the least is mode {least.mode} with head {least.head}, which needs {need}")
