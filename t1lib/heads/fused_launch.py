@@ -132,8 +132,8 @@ class Pass:
             yield
 
     def find_frequent(self, even_sum: Tensor | None = None) -> None:
-        """Once: where each target's tokens end (`segment_end`), and the most frequent targets. Their rows of dW add up in
-        float32 over the chunks, in `frequent_sums` (H, D), at first what label smoothing takes: −c ⊗ `even_sum`.
+        """Once: where each target's tokens end (`segment_end`), and the most frequent targets. Their rows of dW add up
+        in float32 over the chunks, in `frequent_sums` (H, D), at first what label smoothing takes: −c ⊗ `even_sum`.
         `frequent` (H) int32: classes, the first `frequent_number` () of which are used; `place` (H): the position at
         which the tokens of each begin; `slot` (V): a class's index among them, or −1."""
         if "segment_end" in self.known or (self.dw is None and self.db is None):
