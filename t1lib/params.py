@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from t1lib import paths
 from t1lib.errors import T1Error, choose, require, shown
 
-SCALARS = {"int": int, "float": float, "str": str, "bool": bool}
+SCALARS = {"int": int, "float": Annotated[float, Field(allow_inf_nan=False)], "str": str, "bool": bool}
 TYPES = (*SCALARS, *(f"list[{name}]" for name in SCALARS))
 BASE = "smoke"  # the profile whose values the committed notebooks' parameters cells repeat
 _BOUND = re.compile(r"(≥|>) (-?\d+(?:\.\d+)?)")

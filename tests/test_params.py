@@ -82,7 +82,8 @@ def test_a_wrong_parameter_file_is_refused(checkout, yaml, parts):
     ("line", "text", "part"),
     [
         ("x: int = 1  # steps, ≥ 1", "0", "'x' is 0; it should be greater than or equal to 1"),
-        ("x: float = 1.0  # rate, > 0", ".nan", "greater than 0"),
+        ("x: float = 1.0  # rate, > 0", ".nan", "finite number"),
+        ("x: float = 1.0  # rate, > 0", ".inf", "finite number"),
         ("x: list[int] = [1]  # sizes, each ≥ 1", "[2, 0]", "[2, 0]; it should be greater than or equal to 1"),
         ("x: list[int] = [1]  # sizes, each ≥ 1", "[]", "'x' is []"),
         ('x: list[str] = ["a"]  # kinds, one of a, bb', "[a, c]", "'a' or 'bb'"),
