@@ -199,6 +199,8 @@ def check_tensors(tensors: Tensors, head: str) -> None:
         if value is None and name in Tensors._field_defaults:
             continue
         require(isinstance(value, Tensor), f"{name} must be a tensor, got {type(value).__name__}")
+        whole = type(value).__name__ != "DTensor"
+        require(whole, f"{name} is a DTensor; pass its full_tensor() or, under a group, its to_local()")
         device = tensors.input.device
         require(value.device == device, f"{name} is on {value.device}, input on {device}; put all on one device")
         dense = value.layout == torch.strided and not (value.is_nested or value.is_quantized or value.is_meta)

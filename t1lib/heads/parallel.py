@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from t1lib.errors import T1Error, choose, require, shown
 from t1lib.heads.chunked import chunked
@@ -82,8 +81,6 @@ def linear_cross_entropy(
         settings = check_settings(Settings(**{name: options[name] for name in SETTINGS & set(options)}))
         w, b = linear_weight, linear_bias
         tensors = Tensors(input, w, target, b, weight, token_weight)
-        whole = [name for name, value in tensors._asdict().items() if isinstance(value, DTensor)]
-        require(not whole, f"{' and '.join(whole)}: a DTensor; pass its to_local() and, of the weight, vocabulary=")
         check_tensors(tensors, head)
         require(w.dim() == 2 and len(w) > 0, f"linear_weight must have shape (rows, D), got {tuple(w.shape)}")
         fits = b is None or b.shape == w.shape[:1]

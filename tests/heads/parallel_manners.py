@@ -79,9 +79,11 @@ def sharded() -> None:
     """A DTensor is refused with what to pass instead, by which its gradient is a DTensor, too."""
     w = distribute_tensor(P.w, init_device_mesh("cpu", (SIZE,)), [Shard(0)]).requires_grad_()
     call = partial(linear_cross_entropy, target=P.target, group=dist.group.WORLD, vocabulary=257, **CHUNKED)
-    raises(lambda: call(P.e, w), r"linear_weight: a DTensor; pass its to_local\(\)")
+    raises(lambda: call(P.e, w), r"linear_weight is a DTensor; .* its to_local\(\)")
     whole = distribute_tensor(P.e, w.device_mesh, [Replicate()])
-    raises(lambda: call(whole, w.to_local()), r"input: a DTensor; pass its to_local\(\)")
+    raises(lambda: call(whole, w.to_local()), r"input is a DTensor; .* its to_local\(\)")
+    for head in ("full", "chunked", "torch"):
+        raises(lambda head=head: in_one(whole, w, P.target, head=head), r"input is a DTensor; pass its full_tensor\(\)")
     (dw,) = torch.autograd.grad(call(P.e, w.to_local()), w)
     want = run("full", Problem(P.e, P.w, None, P.target), torch.ones(()))[2]
     assert_close([dw.full_tensor()], [want], 1e-5)
