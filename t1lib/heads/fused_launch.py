@@ -81,8 +81,8 @@ class Pass:
 
     def _put_in_order(self, by_target: bool, upstream: Tensor | None) -> None:
         """Sort the tokens, those that count first, and fill what is known of each before there is a logit.
-        by_target: whether those that count are sorted by target: then few chunks have a large part in a row of dW, whose
-        sums are rounded after each. upstream: as in `__init__`"""
+        by_target: whether those that count are sorted by target: then few chunks add much to a row of dW, which each of
+        them rounds. upstream: as in `__init__`"""
         opts, s, size, new = self.opts, self.opts.settings, self.known["tokens"], self.opts.target.new_empty
         self.number, opts.denominator = new((), dtype=torch.int32), new((), dtype=torch.float32)  # both by a kernel
         self.row = torch.zeros(len(FIELDS.split()), size, dtype=torch.float32, device=opts.target.device)
