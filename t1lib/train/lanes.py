@@ -75,17 +75,16 @@ class UpdateThread:
         self._pool = ThreadPoolExecutor(1, "t1-update", partial(_prepare, device))
         self._waiting: dict[int, deque[tuple[Callable[[], None], tuple[Mark, ...], Future]]] = defaultdict(deque)
         self._jobs: dict[int, Future] = {}  # the last one of each number
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._lock = threading.Lock()  # of what waits
         self._own, self._device = 0, device  # the thread's number, from its first job on
 
     def submit(self, number: int, job: Callable[[], None], *marks: Mark) -> None:
         """Run `job` on the thread once the device has reached the marks, after the earlier ones of this number."""
-        with uninterrupted():  # else somebody could wait for a job that is never run
+        with uninterrupted(), self._lock:  # else somebody could wait for a job that is never run
+            self._pool.submit(self._run_next)  # first: it raises once the thread, or the interpreter, is to end
             done = self._jobs[number] = Future()
-            with self._lock:
-                self._waiting[number].append((job, marks, done))
-            self._pool.submit(self._run_next)
+            self._waiting[number].append((job, marks, done))
 
     def then(self, number: int, job: Callable[[], None]) -> None:
         """Run `job` once those of this number are done: now, or later on the thread."""
@@ -118,7 +117,7 @@ class UpdateThread:
             for mark in marks:
                 wait_for(mark)
             job()
-        except Exception as error:
+        except BaseException as error:
             self._error = error
         del job  # before anybody learns that it is done, and counts what memory is held
         done.set_result(None)

@@ -29,9 +29,10 @@ class Streamed(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func not in SHAPES:
             for param in (value for value in tree_leaves((args, kwargs)) if isinstance(value, Streamed)):
-                home, grad = param.__dict__.get("_home"), func in (GET_GRADIENT, SET_GRADIENT)
+                home, grad = param.__dict__.get("_home"), func in (GET_GRADIENT, SET_GRADIENT, DELETE_GRADIENT)
                 if grad and isinstance(home, HostLayer):
-                    return home.gradient(param) if func == GET_GRADIENT else home.set_gradient(param, args[1])
+                    given = None if func == DELETE_GRADIENT else args[-1]
+                    return home.gradient(param) if func == GET_GRADIENT else home.set_gradient(param, given)
                 if home is not None and (func == GET_GRADIENT or not grad):
                     home.visit_gradient() if grad else home.visit()
         with torch._C.DisableTorchFunctionSubclass():
@@ -39,6 +40,7 @@ class Streamed(nn.Parameter):
 
 
 GET_GRADIENT, SET_GRADIENT = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
+DELETE_GRADIENT = torch.Tensor.grad.__delete__
 PROPERTIES = "shape device dtype requires_grad is_cuda ndim layout is_leaf grad_fn is_meta is_sparse"
 METHODS = "numel size dim stride element_size is_contiguous is_floating_point is_complex nelement"
 SHAPES = {getattr(torch.Tensor, name).__get__ for name in PROPERTIES.split()}  # what says nothing about values
@@ -152,7 +154,7 @@ class HostLayer(Traveller):
         self.backward = self.latest = -1  # autograd's number of the layer's last backward; of any that gave gradients
         self._hooks: list[RemovableHandle] = []
         self.version = 0  # how many updates have begun
-        self.apart: dict[str, Tensor] = {}  # gradients that were set while somebody held those before them
+        self.apart: dict[str, Tensor] = {}  # gradients that were set, until they are put into `grads`
         self.written = False  # the master may have to follow weights that somebody wrote
         for name, param in self.params.items():
             self.views[name].copy_(param.data)
@@ -198,8 +200,12 @@ class HostLayer(Traveller):
             return None
         self.see_gradients()
         self.shown = True
-        found = self.apart[name] if name in self.apart else self.grad_views[name]
-        return found.detach()  # another tensor, so that its memory is seen to be held
+        return self.gradients()[name].detach()  # another tensor, so that its memory is seen to be held
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Those on the host that are not None, by name."""
+        there = self.params.keys() - self.absent
+        return {name: self.apart[name] if name in self.apart else self.grad_views[name] for name in there}
 
     def _name_of(self, param: nn.Parameter, kept: bool = True) -> str:
         """A parameter's name. kept: raise `T1Error` if its gradient is not"""
@@ -219,7 +225,7 @@ class HostLayer(Traveller):
                 home.copy_(piece)
             self.waiting = None
         if self.scale is not None:
-            torch._foreach_mul_(list(self.grad_views.values()), self.scale.to("cpu"))
+            torch._foreach_mul_(list(self.gradients().values()), self.scale.to("cpu"))
         self.arrived = self.scale = self.norms = None
 
     def gradient_came(self, param: nn.Parameter) -> None:
@@ -235,13 +241,13 @@ class HostLayer(Traveller):
             given, param.grad = param.grad, None
         if name not in self.absent:
             self._refuse_hook(name)
-            self.gather()
             self.see_gradients()
-            given = given + self.grad_views[name]
-        elif not self.has_gradients:
-            self.backward = torch._C._current_graph_task_id()
+            self.gradients()[name].add_(given)
+        else:
+            if not self.has_gradients:
+                self.backward = torch._C._current_graph_task_id()
+            self.set_gradient(param, given)
         self.latest = torch._C._current_graph_task_id()
-        self.set_gradient(param, given)
 
     def set_gradient(self, param: nn.Parameter, value: Tensor | None) -> None:
         name = self._name_of(param, kept=value is not None)
@@ -251,30 +257,50 @@ class HostLayer(Traveller):
             self.absent.add(name)
             self._left |= self.shown
             return
+        like = f"{param.dtype} of shape {tuple(param.shape)}"
+        fits = isinstance(value, Tensor) and (value.shape, value.dtype) == (param.shape, param.dtype)
+        require(fits, f"p.grad of {name!r}, set to what is not {like}")
         self.see_gradients()
-        own = self.grad_views.get(name)
-        self.absent.discard(name)
-        if own is not None and value.data_ptr() == own.data_ptr() and value.stride() == own.stride():
-            self.apart.pop(name, None)
-            self.shown = True  # she held it
-        elif self.is_held():
-            self.apart[name] = value.detach().to("cpu", self.layout.dtype, copy=True)
-        else:
-            self.apart.pop(name, None)
+        self.shown = True  # she may hold it
+        if not self.is_held():
+            self.gather()
+        if self.grads is None:
             self.room_for_gradients()
-            self.grad_views[name].copy_(value)
+        own = self.grad_views[name]
+        self.absent.discard(name)
+        if value.data_ptr() == own.data_ptr() and value.stride() == own.stride():
+            self.apart.pop(name, None)
+        else:
+            self.apart[name] = value.detach().cpu()
 
     def gather(self) -> None:
-        """Put the gradients that were set apart into the buffer, or all into another one if somebody holds it."""
-        if not self.apart:
-            return
+        """Put the gradients that were set apart into the buffer, of which nobody holds anything."""
+        for name, value in self.apart.items():
+            self.grad_views[name].copy_(value)
+        self.apart = {}
+
+    def to_update(self) -> Tensor | list[Tensor]:
+        """The gradients as an update reads them: a copy if somebody holds some, and may change them before."""
+        if self.waiting is not None:
+            return self.waiting
+        if not self.is_held():
+            self.gather()
+            return self.grads
         self.see_gradients()
-        apart, self.apart, before = self.apart, {}, self.grad_views
-        if self.is_held():
-            self.grads, self.grad_views, self.shown = None, {}, False
-            self.room_for_gradients()
-        for name in self.params.keys() - self.absent:
-            self.grad_views[name].copy_(apart[name] if name in apart else before[name])
+        copied = self.grads.clone()
+        views = self.layout.views(copied)
+        for name, value in self.apart.items():
+            views[name].copy_(value)
+        return copied
+
+    def add_up(self, sums: dict[str, Tensor], new: set[str]) -> None:
+        """Take the sums over several backwards, from the device, to where somebody holds those so far. new: names of
+        gradients that were None, whose earlier memory may be held, too."""
+        wait_for(self.arrived)
+        self.apart |= {name: sums[name].to("cpu", copy=True) for name in new}
+        for name, value in self.gradients().items():
+            value.copy_(sums[name])
+        self.arrived = self.scale = self.norms = None
 
     def forget_gradients(self) -> None:
         self.absent, self.norms, self.scale, self.apart = set(self.params), None, None, {}
@@ -282,17 +308,19 @@ class HostLayer(Traveller):
         self.shown = False
 
     def is_held(self) -> bool:
-        """Whether more refers to the gradients' memory than the buffer, its views, and the one that is asked."""
+        """Whether more refers to the gradients' memory than we do: to the buffer, than it, its views and the one that
+        is asked; to what was set, than that and the one that is asked."""
         if self.grads is None or not (self.shown or self._left):
             return False
-        return torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > 2 + len(self.grad_views)
+        if torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > 2 + len(self.grad_views):
+            return True
+        return any(torch._C._storage_Use_Count(held.untyped_storage()._cdata) > 2 for held in self.apart.values())
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients, as soon as somebody looks or the update reads them; at once if she may hold some."""
-        self.gather()
         self.scale = factor if self.scale is None else self.scale * factor
         self.norms = None
-        if self.shown:
+        if self.shown or self.apart:
             self.see_gradients()
 
     def room_for_gradients(self) -> Tensor:
@@ -336,7 +364,6 @@ class HostLayer(Traveller):
     def give_back(self, device: torch.device | None = None) -> None:
         """Make the parameters ordinary ones, gradients included. Updates must be finished."""
         if self.has_gradients and self.keeps_gradients:
-            self.gather()
             self.see_gradients()
         for hook in self._hooks:
             hook.remove()
@@ -345,7 +372,7 @@ class HostLayer(Traveller):
             del param._home
             param.data = self.views[name].to(device, copy=True)
             gone = name in self.absent or not self.keeps_gradients
-            param.grad = None if gone else self.grad_views[name].to(device, copy=True)
+            param.grad = None if gone else self.gradients()[name].to(device, copy=True)
 
     @unwatched
     def take_over(self) -> None:

@@ -42,8 +42,10 @@ def clear_gradients(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
     for param in params:
         if set_to_none:
             param.grad = None
-        elif param.grad is not None:
+        elif param.grad is not None and param.grad.requires_grad:
             param.grad = torch.zeros_like(param.grad)
+        elif param.grad is not None:
+            param.grad.zero_()  # in place: somebody may hold it
 
 
 class StreamOptimizer(ResidentOptimizer):
@@ -90,9 +92,8 @@ class StreamOptimizer(ResidentOptimizer):
             if set_to_none:
                 layer.forget_gradients()
             elif layer.has_gradients:
-                layer.gather()
                 layer.see_gradients()
-                layer.grads.zero_()
+                torch._foreach_zero_(list(layer.gradients().values()))
         clear_gradients(self._engine.others(), set_to_none)
 
     @torch.no_grad()
@@ -120,9 +121,8 @@ class StreamOptimizer(ResidentOptimizer):
         for layer in engine.host:
             if layer.trained and (layer.norms is not None or layer.has_gradients):
                 if layer.norms is None:
-                    layer.gather()
                     layer.see_gradients()
-                    found = {n: grad for n, grad in layer.grad_views.items() if n not in layer.absent}
+                    found = layer.gradients()
                     layer.norms = dict(zip(found, norms_of(list(found.values()), exact), strict=True))
                 norms |= {id(layer.params[name]): norm for name, norm in layer.norms.items()}
                 if layer.shown:  # she may change what she holds

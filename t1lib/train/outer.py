@@ -152,7 +152,7 @@ class Outer:
             sent = {key: buffer.to(there.device, non_blocking=True, copy=True) for key, buffer in pinned.items()}
             turn[1] = compute.mark()
             state = {key: value.view(-1) for key, value in sent.items()}
-            grad = own.grad.index_select(0, which).view(-1)
+            grad = own.grad.index_select(0, which).reshape(-1)
             values = state.pop("weight") if "weight" in state else torch.empty_like(grad)  # made of the master
             rule, count = self._rules[own.group], self._counts[own.param]
             update([values], [grad], [state], rule, count, None, self._scratch)
@@ -208,7 +208,7 @@ class Outer:
                 self._refill(held)
                 continue
             span = Span(slice(0, held.param.numel()), self._rules[held.group], self._counts[held.param])
-            given = Update(held.grad.view(-1), [span], (self._known,), whole=True, onto=held.param.data.view(-1))
+            given = Update(held.grad.reshape(-1), [span], (self._known,), whole=True, onto=held.param.data.view(-1))
             for _, updated in self._schedule.travel.by_piece(held, given, together=1):
                 self._filled = updated
                 yield

@@ -168,9 +168,12 @@ class Schedule:
         if layer.has_gradients:
             beside = "a backward while gradients are there, with accumulate=False: call zero_grad(), or leave that out"
             require(self._accumulate or before == layer.backward, beside)
-            layer.gather()
             layer.see_gradients()
+            if not layer.is_held():
+                layer.gather()
             slot.flat.copy_(layer.grads, non_blocking=True)
+            for name, value in layer.apart.items():
+                slot.views[name].copy_(value)
             for name in layer.absent:
                 slot.views[name].zero_()
         else:
@@ -185,7 +188,9 @@ class Schedule:
             self.release(index, again=True)
             return
         slot, weights = layer.grad_slot, layer.slot.flat
-        layer.absent -= layer.reached
+        held = layer.has_gradients and layer.is_held()
+        new = layer.absent & layer.reached
+        layer.absent -= new
         norms = norms_of(list(slot.views.values()), exact=self.device.type == "cpu")
         layer.norms = {n: norm for n, norm in zip(layer.params, norms, strict=True) if n not in layer.absent}
         in_slot = self.stateless and layer.travels
@@ -203,6 +208,11 @@ class Schedule:
             slot.freed = self._begin_update(layer)
             if following is not None:
                 self.fetch(following, again=True)
+        elif held and not self.in_backward:
+            self.outward.after(slot.filled)
+            with self.outward.active():
+                layer.add_up(slot.views, new)
+            slot.freed = self.outward.mark()
         elif self._waits_on_device and layer.travels:
             layer.waiting = self.travel.cut(slot.flat)
             slot.freed, layer.arrived, layer.scale = self.compute.mark(), None, None
@@ -239,8 +249,7 @@ class Schedule:
         if layer.touched:
             self._take_over_weights(layer)
         layer.follow()
-        layer.gather()
-        grads, scale, mark = layer.waiting or layer.grads, layer.scale, None
+        grads, scale, mark = layer.to_update(), layer.scale, None
         if layer.travels:
             mark = self.compute.mark()
         elif scale is not None and scale.is_cuda:  # it goes to the CPU, once for all layers
@@ -250,9 +259,6 @@ class Schedule:
                 with lane.active():
                     self._sent = scale, lane.uses(scale).to("cpu", non_blocking=True), lane.mark()  # in pinned memory
             scale, mark = self._sent[1:]
-        if layer.shown and layer.is_held():  # she may change them before they are read
-            wait_for(layer.arrived)
-            grads = grads.clone()
         given = Update(grads, layer.spans(rules), (layer.arrived, mark), not layer.absent, scale)
         layer.version += bool(given.spans)
         copied = layer.travels and layer.waiting is None

@@ -1,5 +1,6 @@
 """In which order layers are updated, where none of it needs a GPU."""
 
+import sys
 import threading
 
 import pytest
@@ -46,3 +47,15 @@ def test_an_error_of_the_device_reaches_whoever_waits():
     with pytest.raises(RuntimeError, match="the device failed"):
         thread.wait(0)
     thread.close()
+
+
+def test_nobody_waits_for_a_job_that_never_ends():
+    """It ends its thread, or comes when that has ended."""
+    thread = UpdateThread(torch.device("cpu"))
+    thread.submit(0, sys.exit)
+    with pytest.raises(SystemExit):
+        thread.wait(0)
+    thread.close()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        thread.submit(1, lambda: None)
+    assert 1 not in thread._jobs

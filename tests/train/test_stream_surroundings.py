@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, prune
 from torch.utils.checkpoint import checkpoint
 
+from t1lib.errors import T1Error
 from t1lib.plan.cost import Choice
 from t1lib.train import activations
 
@@ -180,6 +181,36 @@ def set_back(model: nn.Module, optimizer: Any) -> Tensor:
     return kept[0].norm()
 
 
+def set_before_clipping(model: nn.Module, optimizer: Any) -> Tensor:
+    """One gradient is set while all are held; what is held is changed after clipping, and a clipped one is set back."""
+    first, second = mlps(model)[0].gate_proj.weight, mlps(model)[0].up_proj.weight
+    held, second.grad = {param: param.grad for param in model.parameters()}, None
+    first.grad = value = held[first] * 2
+    own_clip(model, optimizer)
+    torch._foreach_mul_([*held.values(), value], 0.5)
+    second.grad = held[second]
+    model.t1_held = [*held.values(), value]
+    return own_clip(model, optimizer, most=0.01)
+
+
+def hold_once(model: nn.Module, optimizer: Any) -> Tensor:
+    """What is held from the first step on has the later gradients, too."""
+    held = vars(model).setdefault("t1_held", [param.grad for param in model.parameters()])
+    torch._foreach_mul_(held, 2.0)
+    return own_clip(model, optimizer)
+
+
+def delete(model: nn.Module, optimizer: Any) -> Tensor:
+    for param in mlps(model)[1].parameters():
+        del param.grad
+    return own_clip(model, optimizer)
+
+
+def transposed(model: nn.Module, optimizer: Any) -> None:
+    for param in (p for p in model.parameters() if p.dim() == 2):
+        param.grad = param.grad.T.contiguous().T
+
+
 def with_scale() -> nn.Module:
     """A parameter of the optimizer's that soon is none of the model's."""
     model = qwen3()
@@ -289,6 +320,13 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients set while others are held": case(qwen3, sgd, clip=set_while_held),
     "gradients zeroed through what is held": case(qwen3, clip=hold, zero=lambda m: [g.zero_() for g in m.t1_held]),
     "gradients set back": case(qwen3, sgd, clip=set_back),
+    "gradients set before clipping": case(
+        qwen3, sgd, clip=set_before_clipping, zero=lambda m: [g.zero_() for g in m.t1_held]
+    ),
+    "gradients held once": case(qwen3, sgd, clip=hold_once, zero=False),
+    "gradients held once, while more accumulate": case(qwen3, sgd, accumulate=2, clip=hold_once, zero=False),
+    "gradients that are deleted": case(qwen3, clip=delete),
+    "gradients of another order in memory": case(qwen3, clip=transposed),
     "a parameter that is the optimizer's alone": case(with_scale, loss=scaled, clip=clip_all_of_the_optimizer),
     "a gradient that is kept": case(qwen3, clip=keep_first),
     "gradients that are kept, dropped by layers": case(qwen3, clip=add_kept, zero=lambda m: m.model.zero_grad()),
@@ -304,6 +342,14 @@ def test_same_bits_as_plain_pytorch(name, monkeypatch):
         compare(**CASES[name], places=[{"choice": choice} for choice in CHOICES.values()])
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_gradient_of_another_shape_or_dtype_is_refused():
+    with streaming(qwen3()) as (model, _):
+        weight = up_weight(model)
+        for value in (torch.zeros(()), torch.zeros_like(weight, dtype=torch.float64), 0.0):
+            with pytest.raises(T1Error, match=r"p.grad of .*up_proj.weight"):
+                weight.grad = value
 
 
 def test_hidden_states_are_cut_by_rows_whatever_their_shape():
