@@ -117,7 +117,9 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
 def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> Any:
     """Run the model's forward, `call`, with `_Logits` in place of its output layer; it divides a sum by `items`."""
     layer, name, losses = lm.get_output_embeddings(), type(lm).__name__, []
-    logits = _Logits(None, name, layer, _linears(lm, layer), patch["options"], losses, layer.out_features, items)
+    linears = _linears(lm, layer)
+    rows = linears[0].out_features  # PEFT's copies for a tied head have their sizes the wrong way round
+    logits = _Logits(None, name, layer, linears, patch["options"], losses, rows, items)
     place, key = next((m, n) for m in lm.modules() for n, child in m._modules.items() if child is layer)
     with _instead((place, key, logits), (lm, "_loss_function", patch["loss"])):  # compiled code is guarded by that one
         outputs = call()
@@ -193,7 +195,8 @@ class _Logits:
 
     def _loss(self, target: Tensor, options: dict, linear: nn.Linear, hidden: Tensor) -> Tensor:
         weight, bias = linear.weight, linear.bias
-        plain = not (weight.is_meta or is_traceable_wrapper_subclass(weight)) and len(weight) == linear.out_features
+        whole = len(weight) == self.linears[0].out_features
+        plain = whole and not (weight.is_meta or is_traceable_wrapper_subclass(weight))
         found = f"{type(weight).__name__} of {len(weight)} rows on {weight.device}"
         require(plain, f"the output layer's weight is a {found}; allowed: a plain tensor of out_features rows")
         if self.columns < len(weight):

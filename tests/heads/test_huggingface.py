@@ -227,6 +227,18 @@ def test_an_output_layer_that_peft_trains_is_followed_and_an_adapter_on_it_refus
         torch.testing.assert_close(ours(**batch()).loss, own(**batch()).loss, rtol=1e-6, atol=0.0)
 
 
+def test_a_tied_output_layer_that_peft_copies_is_followed():
+    peft = pytest.importorskip("peft")
+    tied = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    found = []
+    for model in pair("Mistral", CHUNKED):
+        torch.manual_seed(1)
+        found.append(peft.get_peft_model(model, tied))
+        with torch.no_grad():
+            found[-1].get_input_embeddings().modules_to_save["default"].weight.mul_(1.5)
+    compare(*found, **batch())
+
+
 def odd(change, own_loss=None) -> nn.Module:
     """A model that does `change` to its logits (None: it does without its output layer); that layer has a bias."""
 
