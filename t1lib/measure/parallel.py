@@ -32,7 +32,6 @@ from t1lib.timing import synchronize
 from t1lib.train.ranks import join
 
 MIB = 2**20
-HEADS = ("full", *sharded.HEADS)  # `full` on one rank alone
 PEAKS = ("allocated_gib", "reserved_gib", "host_gib")  # of a training step
 MOMENT = 1.0  # seconds after an error in which to see whether it came of another rank's end
 
