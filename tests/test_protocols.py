@@ -160,7 +160,7 @@ def test_in_bfloat16_fp8_is_measured_beside_the_same_without_it():
     [
         ({"shapes": []}, "shapes"), ({"shapes": ["A 1 2 3", "A 4 5 6"]}, "each name once"),
         ({"shapes": ["M 1 2 3"]}, "not M"), ({"shapes": ["A/1 1 2 3"]}, "bad shape 'A/1 1 2 3'"),
-        ({"methods": ["fulll"]}, "unknown method 'fulll'"), ({"dtype": "float31"}, "unknown dtype 'float31'"),
+        ({"methods": ["fulll"]}, "unknown method 'fulll'"),
         ({"tight": ["8MiB"]}, "bad tight workspace '8MiB'"), ({"tight": ["A lots"]}, "bad size 'lots'"),
         ({"tight": ["Z 8MiB"]}, "unknown shape of a tight workspace: 'Z'"),
         ({"compared": []}, "compared is empty"), ({"compared": ["0"]}, "bad workspace '0'"),

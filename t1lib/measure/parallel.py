@@ -7,7 +7,6 @@ of them, and so does the time limit."""
 import gc
 import io
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout
@@ -28,10 +27,11 @@ from t1lib.heads.fused import kernels_run
 from t1lib.measure.heads import Case, HeadBench, Key, Runner, free_cached
 from t1lib.measure.isolate import Isolated, VariantFailed, VariantOutOfMemory
 from t1lib.measure.records import Records, Row
+from t1lib.measure.session import TrainSession
 from t1lib.timing import synchronize
+from t1lib.train.ranks import join
 
 MIB = 2**20
-HEADS = ("full", *sharded.HEADS)  # `full` on one rank alone
 PEAKS = ("allocated_gib", "reserved_gib", "host_gib")  # of a training step
 MOMENT = 1.0  # seconds after an error in which to see whether it came of another rank's end
 
@@ -132,23 +132,19 @@ class Rank(NamedTuple):
         return records.rows, printed.getvalue()
 
     def _join(self) -> torch.device:
-        """Join the group of all ranks; returns this rank's device. With GPUs, gloo handles host tensors. NCCL refuses
-        two ranks of one host on one GPU, so where they share one, each claims to be a host of its own."""
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        os.environ |= {"NCCL_SOCKET_IFNAME": loopback, "GLOO_SOCKET_IFNAME": loopback, "NCCL_NVLS_ENABLE": "0"}
-        # the rest as torchrun does
-        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(self.rank))
+        """Join the group of all ranks; returns this rank's device. NCCL refuses two ranks of one host on one GPU, so
+        where they share one, each claims to be a host of its own."""
+        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(self.rank))  # as torchrun does
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.ranks))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        if self.kind == "cpu":
-            dist.init_process_group("gloo")
-            return torch.device("cpu")
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "NCCL_NVLS_ENABLE": "0"}
         if share_gpus(self.ranks, self.kind):
             os.environ["NCCL_HOSTID"] = f"rank {self.rank}"
-        device = torch.device("cuda", self.rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl")
+        device = torch.device(self.kind)
+        if self.kind == "cuda":
+            device = torch.device("cuda", self.rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        join(self.kind == "cuda")
         return device
 
 
@@ -251,9 +247,6 @@ def measure_step(
     most      the largest number of ranks compared: losses are of `most` · `rows` rows in micro-batches of `rows`
     session   further arguments of `TrainSession`
     """
-    # Imported here so that the notebook, which only passes this function on, does not need transformers.
-    from t1lib.measure.session import TrainSession
-
     session |= {"mode": mode, "device": str(device)}
     ranks, status = dist.get_world_size(), ran(device)
     train = TrainSession(batch=rows * ranks, **session)

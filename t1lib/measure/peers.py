@@ -98,14 +98,3 @@ def loss_function(method: str, **settings: Any) -> Callable[..., Any]:
     an unknown name, `UnavailableError` if the method cannot run here."""
     choose("method", method, [*HEADS, *PEERS])
     return PEERS[method]() if method in PEERS else partial(linear_cross_entropy, head=method, **settings)
-
-
-def whether_available(method: str) -> str:
-    """Empty if the method can run here, else the reason why not, in one line."""
-    try:
-        function = loss_function(method)
-        if method in HEADS:
-            function(torch.ones(1, 2), torch.ones(1, 2), torch.zeros(1, dtype=torch.int64))
-    except UnavailableError as error:
-        return str(error).splitlines()[0]
-    return ""
