@@ -204,7 +204,7 @@ class HostLayer(Traveller):
 
     def gradients(self) -> dict[str, Tensor]:
         """Those on the host that are not None, by name."""
-        there = self.params.keys() - self.absent
+        there = [name for name in self.params if name not in self.absent]
         return {name: self.apart[name] if name in self.apart else self.grad_views[name] for name in there}
 
     def _name_of(self, param: nn.Parameter, kept: bool = True) -> str:

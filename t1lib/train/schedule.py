@@ -214,9 +214,11 @@ class Schedule:
                 layer.add_up(slot.views, new)
             slot.freed = self.outward.mark()
         elif self._waits_on_device and layer.travels:
+            layer.apart = {}  # the sums hold them
             layer.waiting = self.travel.cut(slot.flat)
             slot.freed, layer.arrived, layer.scale = self.compute.mark(), None, None
         else:
+            layer.apart = {}
             layer.arrived, layer.scale = self._send(layer, layer.room_for_gradients(), "gradients"), None
             if self.in_backward:
                 self.begin(layer, self._rules())
