@@ -77,12 +77,11 @@ class Pass:
             SCALED=kind == "early", PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= LARGE,
             PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
         )  # fmt: skip
-        self._put_in_order(o.needs[1] or o.needs[2], upstream)  # as in the backward, if one may follow
+        self._put_in_order(kind == "early" and (dw or db), upstream)
 
     def _put_in_order(self, by_target: bool, upstream: Tensor | None) -> None:
         """Sort the tokens, those that count first, and fill what is known of each before there is a logit.
-        by_target: whether those that count are sorted by target: then few chunks add much to a row of dW, which each of
-        them rounds. upstream: as in `__init__`"""
+        by_target: whether those that count are sorted by target. upstream: as in `__init__`"""
         opts, s, size, new = self.opts, self.opts.settings, self.known["tokens"], self.opts.target.new_empty
         self.number, opts.denominator = new((), dtype=torch.int32), new((), dtype=torch.float32)  # both by a kernel
         self.row = torch.zeros(len(FIELDS.split()), size, dtype=torch.float32, device=opts.target.device)
