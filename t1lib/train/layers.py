@@ -308,8 +308,8 @@ class HostLayer(Traveller):
         self.shown = False
 
     def is_held(self) -> bool:
-        """Whether more refers to the gradients' memory than we do: to the buffer, than it, its views and the one that
-        is asked; to what was set, than that and the one that is asked."""
+        """Whether somebody else refers to the gradients' memory. We do so by the buffer, its views and the storage that
+        is asked; to a gradient that was set, by `apart` and the storage that is asked."""
         if self.grads is None or not (self.shown or self._left):
             return False
         if torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > 2 + len(self.grad_views):

@@ -1,6 +1,7 @@
 """`patch_head`: the model's own loss and gradients, in every family, wrapper and trainer, and no logits."""
 
 import copy
+import importlib
 import inspect
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -207,6 +208,17 @@ def test_lora(order):
     assert unpatch_head(found[1])(**batch()).logits is not None
 
 
+def with_saved(family: str, config, place: str) -> list[nn.Module]:
+    """A plain and a patched model with PEFT's `config`, whose copy of the layer at `place` is not the original."""
+    found = []
+    for model in pair(family, CHUNKED):
+        torch.manual_seed(1)
+        found.append(importlib.import_module("peft").get_peft_model(model, config))
+        with torch.no_grad():
+            getattr(found[-1], place)().modules_to_save["default"].weight.mul_(1.5)
+    return found
+
+
 def test_an_output_layer_that_peft_trains_is_followed_and_an_adapter_on_it_refused():
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(target_modules=["lm_head"])
@@ -215,14 +227,8 @@ def test_an_output_layer_that_peft_trains_is_followed_and_an_adapter_on_it_refus
     refused(lambda: late(**batch()), "lora", "Linear")
     assert late(input_ids=batch()["input_ids"]).logits is not None
     saved = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
-    found = []
-    for model in pair("Llama", CHUNKED):
-        torch.manual_seed(1)
-        found.append(peft.get_peft_model(model, saved))
-        with torch.no_grad():
-            found[-1].get_output_embeddings().modules_to_save["default"].weight.mul_(1.5)
-    compare(*found, **batch())
-    own, ours = found
+    own, ours = with_saved("Llama", saved, "get_output_embeddings")
+    compare(own, ours, **batch())
     with own.disable_adapter(), ours.disable_adapter():
         torch.testing.assert_close(ours(**batch()).loss, own(**batch()).loss, rtol=1e-6, atol=0.0)
 
@@ -230,13 +236,7 @@ def test_an_output_layer_that_peft_trains_is_followed_and_an_adapter_on_it_refus
 def test_a_tied_output_layer_that_peft_copies_is_followed():
     peft = pytest.importorskip("peft")
     tied = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
-    found = []
-    for model in pair("Mistral", CHUNKED):
-        torch.manual_seed(1)
-        found.append(peft.get_peft_model(model, tied))
-        with torch.no_grad():
-            found[-1].get_input_embeddings().modules_to_save["default"].weight.mul_(1.5)
-    compare(*found, **batch())
+    compare(*with_saved("Mistral", tied, "get_input_embeddings"), **batch())
 
 
 def odd(change, own_loss=None) -> nn.Module:
