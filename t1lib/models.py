@@ -227,13 +227,13 @@ def require_plain_loss(model: PreTrainedModel) -> None:
         require(value in (None, allowed), f"{found}; allowed here: {allowed}")
 
 
-def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """The first layer's input and its other arguments (masks, rotations, …), as the model passes them: recorded in a
-    forward that ends there."""
-    seen: list[tuple[Tensor, dict[str, Any]]] = []
+def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the model passes to its first layer, hidden states first (masks, rotations, …): recorded in a forward that
+    ends there."""
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    def note(_: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any]) -> None:
-        seen.append((given[0], named))
+    def note(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        seen.append((given, named))
         raise StopIteration  # of this forward
 
     with parts.layers[0].register_forward_pre_hook(note, with_kwargs=True), suppress(StopIteration):

@@ -48,10 +48,10 @@ VARIANTS: dict[str, Variant] = {
     "cce-exact": Variant("CCE, no filter", _COLOURS[7], "p"),
     "liger": Variant("Liger", _COLOURS[5], "h"),
     "liger-sm90": Variant("Liger for Hopper", _COLOURS[5], ">"),
-    "quack": Variant("QuACK, 4096 rows a chunk", _COLOURS[8], "<"),
-    "quack-1024": Variant("QuACK, 1024 rows a chunk", _COLOURS[8], "*"),
+    "quack": Variant("QuACK, 4096 rows per chunk", _COLOURS[8], "<"),
+    "quack-1024": Variant("QuACK, 1024 rows per chunk", _COLOURS[8], "*"),
     "trl": Variant("TRL", (0.6, 0.6, 0.6), "8"),
-    "torch-1024": Variant("torch, 1024 rows a chunk", _COLOURS[6], ">"),
+    "torch-1024": Variant("torch, 1024 rows per chunk", _COLOURS[6], ">"),
     "torch": Variant("torch (PyTorch's own)", _COLOURS[3], "v", "torch"),
 }
 _SOFT = sns.color_palette("Set2")  # phases are not variants: colours of their own

@@ -72,13 +72,13 @@ def measure_machine(device: torch.device) -> Machine:
     weight.grad = torch.zeros_like(weight)
     parts = split(build_model("tiny", dtype=dtype, device=device, num_hidden_layers=1))
     hidden = torch.zeros(1, 16, parts.norm.weight.numel(), dtype=dtype, device=device, requires_grad=True)
-    hidden, arguments = layer_arguments(parts, hidden)
+    given, named = layer_arguments(parts, hidden)
     measures = {  # for each rate the bytes or operations of a call, and the call
         "link": (one.nbytes, copy_both_ways),
         "update": (7 * weight.nbytes, torch.optim.AdamW([weight], fused=True).step),  # reads four tensors, writes three
         "flops": (2 * size**3, lambda: torch.mm(matrix, matrix)),
         "memory": (2 * one.nbytes, lambda: one.add_(1)),
-        "launch_ms": (1, lambda: parts.layers[0](hidden, **arguments)),
+        "launch_ms": (1, lambda: parts.layers[0](*given, **named)),
     }
     seconds = defaultdict(list)
     for _ in range(ROUNDS):

@@ -104,8 +104,8 @@ def saved_by_layer(model: PreTrainedModel, dtype: torch.dtype, seq: int) -> int:
     layer, config = parts.layers[0], parts.base.config
     for tokens in (4, 8) if config._attn_implementation == "sdpa" else (4, 8, 16):
         hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype, device=next(layer.parameters()).device)
-        hidden, arguments = layer_arguments(parts, hidden.requires_grad_())
-        found.append(saved_by(partial(type(layer).forward, layer, hidden, **arguments), layer.parameters()))
+        given, named = layer_arguments(parts, hidden.requires_grad_())
+        found.append(saved_by(partial(type(layer).forward, layer, *given, **named), layer.parameters()))
     first = (found[1] - found[0]) / 4
     square = ((found[2] - found[1]) / 8 - first) / 12 if len(found) == 3 else 0
     return round(first + square * (seq - 12))

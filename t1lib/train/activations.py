@@ -128,6 +128,8 @@ class Inputs:
 class OnHost:
     """A tensor that is copied to the host, and waits there."""
 
+    _buffer = _left = _back = None  # if an interrupt ends `__init__`
+
     def __init__(self, inputs: Inputs, tensor: Tensor, layer: int) -> None:
         numel, spare = tensor.numel(), inputs.free[tensor.shape, tensor.dtype]
         buffer = spare.pop() if spare else pinned_zeros(numel, tensor.dtype, inputs.device).view(tensor.shape)
@@ -138,7 +140,7 @@ class OnHost:
         lane.after(inputs.compute.mark())
         with lane.active(), inputs.trace().span("out", "inputs", layer, lane.stream):
             buffer.copy_(tensor, non_blocking=True)
-        self._left, self._back = lane.mark(), None
+        self._left = lane.mark()
 
     def leave(self) -> None:
         """Free the device's copy once it has left."""

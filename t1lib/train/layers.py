@@ -1,6 +1,7 @@
 """Layers on the host: flat pinned buffers, parameters that are views of them, and gradients; and device buffers of the
 same layout."""
 
+import sys
 from collections.abc import Callable, Container, Sequence
 from functools import wraps
 from typing import Any
@@ -144,8 +145,9 @@ class HostLayer(Traveller):
         self.grads: Tensor | None = None  # on the host, flat, once there are any
         self.grad_views: dict[str, Tensor] = {}
         self.waiting: list[Tensor] | None = None  # gradients on the device instead, in pieces
-        self.shown = False  # whether somebody has looked at them, and may hold them
-        self._left = False  # whether some of those that were looked at are None by now
+        # All that are not None, once somebody has looked at one, or set one, and may hold and change them: what the
+        # buffer has does not count then.
+        self.seen: dict[str, Tensor] | None = None
         self.absent: set[str] = set(layout.shapes)  # parameters whose gradient is None
         self.reached: set[str] = set()  # parameters that this backward gave a gradient
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
@@ -154,7 +156,6 @@ class HostLayer(Traveller):
         self.backward = self.latest = -1  # autograd's number of the layer's last backward; of any that gave gradients
         self._hooks: list[RemovableHandle] = []
         self.version = 0  # how many updates have begun
-        self.apart: dict[str, Tensor] = {}  # gradients that were set, until they are put into `grads`
         self.written = False  # the master may have to follow weights that somebody wrote
         for name, param in self.params.items():
             self.views[name].copy_(param.data)
@@ -196,16 +197,19 @@ class HostLayer(Traveller):
     def gradient(self, param: nn.Parameter) -> Tensor | None:
         """`p.grad`: complete, on the host."""
         name = self._name_of(param)
-        if name in self.absent:
-            return None
+        return None if name in self.absent else self._look()[name]
+
+    def _look(self) -> dict[str, Tensor]:
         self.see_gradients()
-        self.shown = True
-        return self.gradients()[name].detach()  # another tensor, so that its memory is seen to be held
+        if self.seen is None:
+            self.seen = {name: grad.detach() for name, grad in self.gradients().items()}
+        return self.seen
 
     def gradients(self) -> dict[str, Tensor]:
         """Those on the host that are not None, by name."""
-        there = [name for name in self.params if name not in self.absent]
-        return {name: self.apart[name] if name in self.apart else self.grad_views[name] for name in there}
+        if self.seen is not None:
+            return self.seen
+        return {name: self.grad_views[name] for name in self.params if name not in self.absent}
 
     def _name_of(self, param: nn.Parameter, kept: bool = True) -> str:
         """A parameter's name. kept: raise `T1Error` if its gradient is not"""
@@ -253,83 +257,74 @@ class HostLayer(Traveller):
         name = self._name_of(param, kept=value is not None)
         self.norms = None
         if value is None:
-            self.apart.pop(name, None)
             self.absent.add(name)
-            self._left |= self.shown
+            if self.seen is not None:
+                self.seen.pop(name, None)
+            if not self.has_gradients:
+                self.forget_gradients()
             return
         like = f"{param.dtype} of shape {tuple(param.shape)}"
         fits = isinstance(value, Tensor) and (value.shape, value.dtype) == (param.shape, param.dtype)
         require(fits, f"p.grad of {name!r}, set to what is not {like}")
-        self.see_gradients()
-        self.shown = True  # she may hold it
-        if not self.is_held():
-            self.gather()
-        if self.grads is None:
-            self.room_for_gradients()
-        own = self.grad_views[name]
+        self._look()[name] = (value.detach() if value.requires_grad else value).cpu()
         self.absent.discard(name)
-        if value.data_ptr() == own.data_ptr() and value.stride() == own.stride():
-            self.apart.pop(name, None)
-        else:
-            self.apart[name] = value.detach().cpu()
 
-    def gather(self) -> None:
-        """Put the gradients that were set apart into the buffer, of which nobody holds anything."""
-        for name, value in self.apart.items():
-            self.grad_views[name].copy_(value)
-        self.apart = {}
-
-    def to_update(self) -> Tensor | list[Tensor]:
-        """The gradients as an update reads them: a copy if somebody holds some, and may change them before."""
-        if self.waiting is not None:
-            return self.waiting
-        if not self.is_held():
-            self.gather()
+    def gather(self) -> Tensor:
+        """The gradients on the host, flat: in the buffer, or in a copy if somebody holds some, and may change them."""
+        if self.seen is None:
             return self.grads
-        self.see_gradients()
-        copied = self.grads.clone()
-        views = self.layout.views(copied)
-        for name, value in self.apart.items():
-            views[name].copy_(value)
-        return copied
+        held = self._is_held()
+        flat = torch.zeros(self.layout.numel, dtype=self.layout.dtype) if held else self.room_for_gradients()
+        views = self.layout.views(flat)
+        for name, value in self.seen.items():
+            if held or not self._is_own(name):
+                views[name].copy_(value)
+        if not held:
+            self.seen = None
+        return flat
 
-    def add_up(self, sums: dict[str, Tensor], new: set[str]) -> None:
-        """Take the sums over several backwards, from the device, to where somebody holds those so far. new: names of
-        gradients that were None, whose earlier memory may be held, too."""
-        wait_for(self.arrived)
-        self.apart |= {name: sums[name].to("cpu", copy=True) for name in new}
-        for name, value in self.gradients().items():
-            value.copy_(sums[name])
-        self.arrived = self.scale = self.norms = None
+    def add_up(self, sums: dict[str, Tensor]) -> None:
+        """Take sums over several backwards, from the device, to where somebody holds those so far."""
+        for name in self.params.keys() - self.absent:
+            if name in self.seen:
+                self.seen[name].copy_(sums[name])
+            else:
+                self.seen[name] = sums[name].to("cpu", copy=True)
+        self.norms = None
 
     def forget_gradients(self) -> None:
-        self.absent, self.norms, self.scale, self.apart = set(self.params), None, None, {}
-        self._left |= self.shown
-        self.shown = False
+        self.absent, self.norms, self.scale, self.seen = set(self.params), None, None, None
 
-    def is_held(self) -> bool:
-        """Whether somebody else refers to the gradients' memory. We do so by the buffer, its views and the storage that
-        is asked; to a gradient that was set, by `apart` and the storage that is asked."""
-        if self.grads is None or not (self.shown or self._left):
-            return False
-        if torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > 2 + len(self.grad_views):
+    def _is_held(self) -> bool:
+        """Whether somebody else refers to gradients that were seen, or to their memory."""
+        if any(sys.getrefcount(self.seen[name]) > sys.getrefcount(ALONE[0]) for name in self.seen):
             return True
-        return any(torch._C._storage_Use_Count(held.untyped_storage()._cdata) > 2 for held in self.apart.values())
+        others = [value for name, value in self.seen.items() if not self._is_own(name)]
+        return self._is_buffer_held() or any(users(value) > users(ALONE[0]) for value in others)
+
+    def _is_own(self, name: str) -> bool:
+        """Whether what was seen is the buffer's gradient."""
+        seen, own = self.seen[name], self.grad_views.get(name)
+        return own is not None and (seen.data_ptr(), seen.stride()) == (own.data_ptr(), own.stride())
+
+    def _is_buffer_held(self) -> bool:
+        if self.grads is None:
+            return False
+        views = len(self.grad_views) + sum(map(self._is_own, self.seen or ()))
+        return users(self.grads) > users(ALONE[0]) + views
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients, as soon as somebody looks or the update reads them; at once if she may hold some."""
         self.scale = factor if self.scale is None else self.scale * factor
         self.norms = None
-        if self.shown or self.apart:
+        if self.seen is not None:
             self.see_gradients()
 
     def room_for_gradients(self) -> Tensor:
-        """The host buffer for gradients, made when it is first needed. Memory of gradients that are None by now is left
-        to whoever still holds them."""
-        if self._left and self.is_held():
+        """The host buffer for gradients, made when it is first needed, or if somebody holds some of the one before."""
+        if self._is_buffer_held():
             wait_for(self.arrived)
             self.grads, self.grad_views = None, {}
-        self._left = False
         if self.grads is None:
             with torch.inference_mode(False):  # an evaluation may come between backward and step
                 self.grads = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
@@ -399,3 +394,11 @@ class HostLayer(Traveller):
 
     def __reduce__(self) -> Any:  # `pickle` comes here, from the parameters
         raise T1Error("a streamed model cannot be pickled: save its state_dict()")
+
+
+ALONE = [torch.zeros(1, device="cpu")]  # nobody else refers to it, or its memory
+
+
+def users(tensor: Tensor) -> int:
+    """How many tensors and storages refer to its memory."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -42,10 +42,8 @@ def clear_gradients(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
     for param in params:
         if set_to_none:
             param.grad = None
-        elif param.grad is not None and param.grad.requires_grad:
-            param.grad = torch.zeros_like(param.grad)
         elif param.grad is not None:
-            param.grad.zero_()  # in place: somebody may hold it
+            param.grad.detach().zero_()  # in place: somebody may hold it
 
 
 class StreamOptimizer(ResidentOptimizer):
@@ -125,7 +123,7 @@ class StreamOptimizer(ResidentOptimizer):
                     found = layer.gradients()
                     layer.norms = dict(zip(found, norms_of(list(found.values()), exact), strict=True))
                 norms |= {id(layer.params[name]): norm for name, norm in layer.norms.items()}
-                if layer.shown:  # she may change what she holds
+                if layer.seen is not None:  # she may change what she holds
                     layer.norms = None
         others = [p for p in engine.unstreamed() if p.grad is not None]
         for dtype in {p.grad.dtype for p in others}:

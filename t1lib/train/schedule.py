@@ -169,11 +169,7 @@ class Schedule:
             beside = "a backward while gradients are there, with accumulate=False: call zero_grad(), or leave that out"
             require(self._accumulate or before == layer.backward, beside)
             layer.see_gradients()
-            if not layer.is_held():
-                layer.gather()
-            slot.flat.copy_(layer.grads, non_blocking=True)
-            for name, value in layer.apart.items():
-                slot.views[name].copy_(value)
+            slot.flat.copy_(layer.gather(), non_blocking=True)
             for name in layer.absent:
                 slot.views[name].zero_()
         else:
@@ -188,9 +184,7 @@ class Schedule:
             self.release(index, again=True)
             return
         slot, weights = layer.grad_slot, layer.slot.flat
-        held = layer.has_gradients and layer.is_held()
-        new = layer.absent & layer.reached
-        layer.absent -= new
+        layer.absent -= layer.reached
         norms = norms_of(list(slot.views.values()), exact=self.device.type == "cpu")
         layer.norms = {n: norm for n, norm in zip(layer.params, norms, strict=True) if n not in layer.absent}
         in_slot = self.stateless and layer.travels
@@ -208,17 +202,15 @@ class Schedule:
             slot.freed = self._begin_update(layer)
             if following is not None:
                 self.fetch(following, again=True)
-        elif held and not self.in_backward:
+        elif layer.seen is not None:
             self.outward.after(slot.filled)
             with self.outward.active():
-                layer.add_up(slot.views, new)
+                layer.add_up(slot.views)
             slot.freed = self.outward.mark()
         elif self._waits_on_device and layer.travels:
-            layer.apart = {}  # the sums hold them
             layer.waiting = self.travel.cut(slot.flat)
             slot.freed, layer.arrived, layer.scale = self.compute.mark(), None, None
         else:
-            layer.apart = {}
             layer.arrived, layer.scale = self._send(layer, layer.room_for_gradients(), "gradients"), None
             if self.in_backward:
                 self.begin(layer, self._rules())
@@ -251,7 +243,7 @@ class Schedule:
         if layer.touched:
             self._take_over_weights(layer)
         layer.follow()
-        grads, scale, mark = layer.to_update(), layer.scale, None
+        grads, scale, mark = layer.waiting or layer.gather(), layer.scale, None
         if layer.travels:
             mark = self.compute.mark()
         elif scale is not None and scale.is_cuda:  # it goes to the CPU, once for all layers

@@ -113,8 +113,8 @@ def test_activations_are_those_that_the_layer_saves(preset, tokens):
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97, "head_dim": 16}
     model = build_model(preset, dtype=torch.float32, **small)
     parts = split(model)
-    hidden, arguments = layer_arguments(parts, torch.randn(1, tokens, 64, requires_grad=True))
-    real = saved_by(lambda: parts.layers[0](hidden, **arguments), parts.layers[0].parameters()) / tokens
+    given, named = layer_arguments(parts, torch.randn(1, tokens, 64, requires_grad=True))
+    real = saved_by(lambda: parts.layers[0](*given, **named), parts.layers[0].parameters()) / tokens
     assert saved_bytes(model.config, torch.float32, tokens) == pytest.approx(real, rel=0.1)
 
 

@@ -12,12 +12,12 @@ from copies import wait_for
 from refusals import refused
 from stream_cases import assert_same_weights, going_on, streamed_with, streaming, threads, weights
 from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
-from stream_models import SHAPE, Blocks, adapted, blocks, changed, data, layers_of, llama, qwen3
+from stream_models import LAYERS, SHAPE, Blocks, adapted, blocks, changed, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.utils import parametrize
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig, MixtralConfig
 
 from t1lib.plan.cost import Choice
 from t1lib.train import stream
@@ -139,6 +139,13 @@ def test_what_comes_too_early_for_a_plan():
             assert torch.equal(first_loss(streamed), plain)
         refused(own.step, "before the first forward")
         refused(lambda: model_loss(streamed, none), "(0, 7, 32)")
+
+
+def gemma_3n() -> nn.Module:
+    """Its layers are given another embedding of the tokens."""
+    own = {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
+    own |= {"laurel_rank": 4, "activation_sparsity_pattern": [0.0] * LAYERS, "pad_token_id": 0}
+    return AutoModelForCausalLM.from_config(Gemma3nTextConfig(**SHAPE, **own))
 
 
 def first_loss(model: nn.Module) -> Tensor:
@@ -284,6 +291,12 @@ def test_refused_while_it_streams(name):
     with streaming(model, make(model), **options) as (streamed, own):
         train(streamed, own, BATCHES[:1])
         refused(lambda: call(streamed, own), shown)
+
+
+def test_layers_whose_other_arguments_need_gradients():
+    for options in ({}, {"gpu_memory": "1GiB"}):
+        with streaming(gemma_3n(), **options) as (model, _):
+            refused(lambda: model_loss(model, BATCHES[0]), "layer 0 is given an argument that needs a gradient")
 
 
 @pytest.mark.parametrize("name", ["output_router_logits", "output_attentions"])

@@ -23,7 +23,7 @@ from stream_models import blocks, data, llama, qwen3
 from torch import nn
 
 from t1lib.plan.cost import Choice
-from t1lib.train import stream
+from t1lib.train import activations, stream
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
@@ -171,6 +171,19 @@ def interrupted(at: int) -> Iterator[list[int]]:
         yield calls
     finally:
         sys.settrace(before)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_while_an_input_leaves(monkeypatch):
+    """It ends what makes the copy, and nothing is left whose end would fail."""
+
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with streaming(qwen3(), choice=Choice(inputs="host")) as (model, _):
+        monkeypatch.setattr(activations, "pinned_zeros", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model_loss(model, data()[0])
 
 
 def interrupt_at(at: int, options: dict[str, Any]) -> int:

@@ -172,6 +172,14 @@ def hold(model: nn.Module, optimizer: Any) -> Tensor:
     return torch.stack([grad.norm() for grad in model.t1_held]).norm()
 
 
+def give_other_data(model: nn.Module, optimizer: Any) -> Tensor:
+    """What is held from the step before has them, too, as it is the same tensor."""
+    weight, kept = up_weight(model), vars(model).setdefault("t1_kept", up_weight(model).grad)
+    weight.grad.data = weight.grad.data * 2
+    assert weight.grad is weight.grad
+    return kept.norm()
+
+
 def set_back(model: nn.Module, optimizer: Any) -> Tensor:
     """All gradients are taken away, and one is set to what it was, another to something else."""
     first, second = mlps(model)[0].gate_proj.weight, mlps(model)[0].up_proj.weight
@@ -328,6 +336,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients that are deleted": case(qwen3, clip=delete),
     "gradients of another order in memory": case(qwen3, clip=transposed),
     "a parameter that is the optimizer's alone": case(with_scale, loss=scaled, clip=clip_all_of_the_optimizer),
+    "gradients whose data is assigned": case(qwen3, clip=give_other_data, zero=False),
     "a gradient that is kept": case(qwen3, clip=keep_first),
     "gradients that are kept, dropped by layers": case(qwen3, clip=add_kept, zero=lambda m: m.model.zero_grad()),
 }
