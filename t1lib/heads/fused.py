@@ -33,7 +33,7 @@ def fused(
     """Cross-entropy of a linear layer's outputs by Triton kernels; how it works is in docs/heads.md.
 
     workspace   copies of a weight in another dtype than the products' (float32 under autocast) or without unit stride
-                count (default: 1 GiB plus 192 bytes per token and such copies; the loss alone needs 16 MiB)
+                count (default: 1.5 GiB plus 192 bytes per token and such copies; the loss alone needs 16 MiB)
     chunks      in place of workspace: number of chunks of tokens, rounded to whole row tiles
     accumulate  None: in 16 bits dW is rounded once per chunk, but the targets' own terms, and the rows of the 1024 most
                 frequent targets, once in all. "float32": all is, with four products instead of three

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy, parse_bytes
-from t1lib.heads.fused_plan import Shape
+from t1lib.heads.fused_plan import DEFAULT_WORKSPACE, Shape
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 E4M3 = torch.float8_e4m3fn
@@ -93,7 +93,7 @@ def test_the_plan_keeps_to_the_workspace(sizes, workspace):
     fused_tail = pytest.importorskip("t1lib.heads.fused_tail")
     shape, budget = Shape(*sizes, torch.bfloat16, True, True), workspace and parse_bytes(workspace)
     found = fused_tail.plan(shape, budget, 132)
-    assert fused_tail.bytes_needed(shape, found) <= (budget or 2**30 + 192 * sizes[0])
+    assert fused_tail.bytes_needed(shape, found) <= (budget or DEFAULT_WORKSPACE + 192 * sizes[0])
     assert found.capacity * found.chunks >= sizes[0]
     fused_tail.plan(shape, least_of(lambda workspace: fused_tail.plan(shape, workspace, 132)), 132)
 
