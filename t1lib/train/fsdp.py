@@ -118,18 +118,15 @@ class FsdpTrainer(Trainer):
         return self.model(piece, timer)
 
     def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
+        self.model.zero_grad()  # left over if a step was aborted
         self.model.set_requires_gradient_sync(self._offload or self.ranks.alone)
         total = super()._backward(pieces[:-1], timer)
         self.model.set_requires_gradient_sync(True)
         total += super()._backward(pieces[-1:], timer)
         for name, shard in self._own.items():
-            grad = self.model.get_parameter(name).grad
-            shard.grad = None if grad is None else _local(grad)
+            param = self.model.get_parameter(name)
+            shard.grad, param.grad = None if param.grad is None else _local(param.grad), None
         return self.ranks.sum(total, self.device)
-
-    def _zero_grad(self) -> None:
-        super()._zero_grad()
-        self.model.zero_grad()
 
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> float:

@@ -121,9 +121,6 @@ class Trainer:
         """The last layer's output after the norm."""
         return self.parts.base(input_ids=ids, use_cache=False).last_hidden_state
 
-    def _zero_grad(self) -> None:
-        self.optimizer.zero_grad()
-
     def _rate(self) -> float | Tensor:
         """The learning rate of the next step."""
         return self.spec.lr * self.schedule(self.steps)
@@ -161,13 +158,13 @@ class Trainer:
         for gradients that are not finite.
         """
         timer, pieces = PhaseTimer(self.device), self._pieces(batch)
-        self._zero_grad()  # left over if a step was aborted
+        self.optimizer.zero_grad()  # left over if a step was aborted
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate()
         loss, norm = self._run(pieces, timer)
         timer.mark("optimizer")
         wall_ms, phases = timer.stop()
-        self._zero_grad()
+        self.optimizer.zero_grad()
         norm = float(norm)
         if not math.isfinite(norm):
             done = "updates had begun, some by it: go on from a checkpoint" if self.late else "nothing was updated"

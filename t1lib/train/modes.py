@@ -138,5 +138,5 @@ class GraphTrainer(Trainer):
                 results = super()._run([held], UNTIMED)
         finally:
             self.trace = trace
-            self._zero_grad()
+            self.optimizer.zero_grad()
         return graph, held, results
