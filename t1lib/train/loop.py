@@ -121,10 +121,6 @@ class Trainer:
         """The last layer's output after the norm."""
         return self.parts.base(input_ids=ids, use_cache=False).last_hidden_state
 
-    def _rate(self) -> float | Tensor:
-        """The learning rate of the next step."""
-        return self.spec.lr * self.schedule(self.steps)
-
     def _norm(self) -> Tensor:
         """Clip the gradients; returns their norm before that, (), as `torch.nn.utils.clip_grad_norm_` computes it."""
         grads = [p.grad for p in self._own.values() if p.grad is not None]
@@ -160,7 +156,7 @@ class Trainer:
         timer, pieces = PhaseTimer(self.device), self._pieces(batch)
         self.optimizer.zero_grad()  # left over if a step was aborted
         for group in self.optimizer.param_groups:
-            group["lr"] = self._rate()
+            group["lr"] = self.spec.lr * self.schedule(self.steps)
         loss, norm = self._run(pieces, timer)
         timer.mark("optimizer")
         wall_ms, phases = timer.stop()

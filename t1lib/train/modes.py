@@ -108,11 +108,9 @@ class GraphTrainer(Trainer):
         self.optimizer = self._resident_optimizer(**options)
         self._side = torch.cuda.Stream(self.device)
 
-    def _rate(self) -> Tensor:
-        return self._lr.fill_(super()._rate())
-
     def _run(self, pieces: list[Piece], timer: PhaseTimer) -> tuple[Tensor, Tensor]:
-        piece = pieces[0]
+        piece, group = pieces[0], self.optimizer.param_groups[0]
+        group["lr"] = self._lr.fill_(group["lr"])
         shape = piece.ids.shape
         if (seen := self._seen.get(shape, 0)) < WARM_UP:
             self._seen[shape] = seen + 1
