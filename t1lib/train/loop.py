@@ -111,10 +111,11 @@ class Trainer:
         wrap_layers(self.parts.layers, lambda: self.trace, recompute=self.mode == "ckpt")
         self.optimizer = self._resident_optimizer()
 
-    def _resident_optimizer(self, on_host: bool = False, **options: Any) -> torch.optim.Optimizer:
+    def _resident_optimizer(self, on_host: bool = False) -> torch.optim.Optimizer:
         """PyTorch's own; the kit's if there are masters, or for parameters on the host beside a GPU."""
         kit = on_host or self.spec.precision.masters is not None
-        plain = make_optimizer(self.spec, self._own.values(), fused=self.device.type == "cuda" and not kit, **options)
+        fused, graphed = self.device.type == "cuda" and not kit, self.mode == "gpu-graph"
+        plain = make_optimizer(self.spec, self._own.values(), fused, capturable=graphed)
         return ResidentOptimizer(plain, self.spec.precision, self.device) if kit else plain
 
     def _hidden(self, ids: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 forward, loss, backward and update are a single CUDA graph, for steps in which launches bind."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from t1lib.train.stream import stream
 
 WORKSPACE = "512MiB"  # of head fused under a budget of device memory, unless it is given one
 WARM_UP = 3  # eager steps with batches of a shape, before one is captured
-UNTIMED = SimpleNamespace(mark=lambda phase: None)  # in place of a `PhaseTimer`: a graph has no events of its own
 
 
 class SlideTrainer(Trainer):
@@ -104,8 +102,6 @@ class GraphTrainer(Trainer):
         self._graphs: dict[torch.Size, tuple[Any, Piece, tuple[Tensor, Tensor]]] = {}
         self._seen: dict[torch.Size, int] = {}  # eager steps by shape
         self._lr = torch.zeros((), dtype=torch.float32, device=self.device)
-        options = {"capturable": True} if self.spec.name == "adamw" else {}
-        self.optimizer = self._resident_optimizer(**options)
         self._side = torch.cuda.Stream(self.device)
 
     def _run(self, pieces: list[Piece], timer: PhaseTimer) -> tuple[Tensor, Tensor]:
@@ -133,7 +129,7 @@ class GraphTrainer(Trainer):
         trace, self.trace = self.trace, NoTrace()
         try:
             with torch.cuda.graph(graph):
-                results = super()._run([held], UNTIMED)
+                results = super()._run([held], PhaseTimer("cpu"))  # a graph has no events of its own
         finally:
             self.trace = trace
             self.optimizer.zero_grad()

@@ -15,12 +15,12 @@ from t1lib.train.update import State, check_state, follow, new_state, shown_stat
 
 
 def make_optimizer(
-    spec: OptimizerSpec, params: Iterable[nn.Parameter], fused: bool, **options: Any
+    spec: OptimizerSpec, params: Iterable[nn.Parameter], fused: bool, capturable: bool = False
 ) -> torch.optim.Optimizer:
-    """`torch.optim.AdamW` or `SGD` by the spec; `options` are further arguments of its class."""
-    common = {"lr": spec.lr, "weight_decay": spec.weight_decay, "fused": fused or None, **options}
+    """`torch.optim.AdamW` or `SGD` by the spec. capturable: by a CUDA graph"""
+    common = {"lr": spec.lr, "weight_decay": spec.weight_decay, "fused": fused or None}
     if spec.name == "adamw":
-        return torch.optim.AdamW(params, betas=spec.betas, eps=spec.eps, **common)
+        return torch.optim.AdamW(params, betas=spec.betas, eps=spec.eps, capturable=capturable, **common)
     return torch.optim.SGD(params, momentum=spec.momentum, **common)
 
 
