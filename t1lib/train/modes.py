@@ -12,7 +12,7 @@ from t1lib.errors import require
 from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, PhaseTimer
 from t1lib.train.batch import Piece
-from t1lib.train.loop import StepRecord, Trainer
+from t1lib.train.loop import Trainer
 from t1lib.train.resident import make_optimizer
 from t1lib.train.stream import stream
 
@@ -54,7 +54,7 @@ class SlideTrainer(Trainer):
             param.data = param.data.cpu()
 
     def _hidden(self, ids: Tensor) -> Tensor:
-        embed = self.parts.embed
+        embed, self.engine.trace = self.parts.embed, self.trace
         embedded = embed(ids.to(embed.weight.device)).to(self.device)
         return self.parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
 
@@ -68,10 +68,6 @@ class SlideTrainer(Trainer):
         with self.trace.span("compute", "update", -1) if resident else nullcontext():
             self.optimizer.step()
 
-    def step(self, batch: dict[str, Tensor]) -> StepRecord:
-        self.engine.trace = self.trace
-        return super().step(batch)
-
     def device_tensors(self) -> list[Tensor]:
         unused = set(map(id, self._unused))
         return [t for t in self.optimizer.device_tensors() if id(t) not in unused]
@@ -80,8 +76,7 @@ class SlideTrainer(Trainer):
         self.optimizer.drain()
 
     def close(self) -> None:
-        if not self.closed:
-            self.optimizer.close()
+        self.optimizer.close()
         super().close()
 
 
