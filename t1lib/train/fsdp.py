@@ -59,8 +59,6 @@ class FsdpTrainer(Trainer):
             if isinstance(module, FSDPModule) and not self.ranks.alone:  # a sum: each loss is a share of the batch's
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-            for name, buffer in module.named_buffers(recurse=False):  # FSDP moves parameters only
-                setattr(module, name, buffer.to(self.device))
         self.model.forward = super()._piece_loss  # FSDP gathers embedding, norm and head when the model is called
         self._own = {n: nn.Parameter(self._weight(n)) for n in self._own}
         self.optimizer = self._resident_optimizer(on_host)
