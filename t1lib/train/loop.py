@@ -26,9 +26,9 @@ from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.timing import NoTrace, PhaseTimer, Trace
 from t1lib.train.batch import Piece, check, pieces_of
 from t1lib.train.ranks import ALONE, Ranks
-from t1lib.train.resident import ResidentOptimizer, check_saved, make_optimizer, restore_state, saved_state
+from t1lib.train.resident import ResidentOptimizer, check_saved, make_optimizer, state_in
 from t1lib.train.stream import usable
-from t1lib.train.update import norms_of
+from t1lib.train.update import norms_of, shown_state, take_state
 from t1lib.train.wrap import wrap_layers
 
 MODES = ("gpu", "gpu-graph", "ckpt", "slide", "fsdp")
@@ -257,7 +257,8 @@ class Trainer:
             weight = self._weight(name)
             weights[name] = self._whole(name, weight)
             if name in self._own:
-                found = saved_state(self.optimizer, self._own[name], weight)
+                state, counts = state_in(self.optimizer, self._own[name])
+                found = shown_state(weight, state, counts.get(self._own[name], 0))
                 states[name] = {key: self._whole(name, value) for key, value in found.items()}
         return {"model": weights, "optimizer": states}
 
@@ -274,7 +275,8 @@ class Trainer:
             weight.copy_(self._part(state["model"][name]))
             if name in self._own:
                 saved = {key: self._part(value) for key, value in state["optimizer"][name].items()}
-                restore_state(self.optimizer, self._own[name], weight, saved)
+                kept, counts = state_in(self.optimizer, self._own[name])
+                counts[self._own[name]] = take_state(weight, kept, saved)
         self.steps = state["step"]
 
     def _weight(self, name: str) -> Tensor:
