@@ -91,7 +91,6 @@ class Engine:
         self._replace(self.model, "_apply", partial(_apply, self.layout.dtype, False, self.model))
         if hasattr(self.model, "config"):
             self._undo.callback(self.model.register_forward_pre_hook(refuse_recorded, with_kwargs=True).remove)
-        self._replace(self.model, "_t1_engine", me)
 
     def _replace(self, module: nn.Module, name: str, value: Any) -> None:
         """Give a module another method, or attribute, until `close`."""
