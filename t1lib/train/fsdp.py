@@ -96,9 +96,6 @@ class FsdpTrainer(Trainer):
         parts = whole.chunk(self.ranks.size)  # fewer than ranks if there are too few rows
         return parts[self.ranks.rank] if self.ranks.rank < len(parts) else whole[:0]
 
-    def device_tensors(self) -> list[Tensor]:
-        return [_local(t) for t in super().device_tensors()]
-
     def _checked(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         if self.ranks.alone:
             return super()._checked(batch)

@@ -294,7 +294,7 @@ class Trainer:
     def device_tensors(self) -> list[Tensor]:
         """Tensors held on the device between steps."""
         state = [v for own in self.optimizer.state.values() for v in own.values() if isinstance(v, Tensor)]
-        return [*self.model.parameters(), *self.model.buffers(), *state]
+        return [*(self._weight(n) for n, _ in self.model.named_parameters()), *self.model.buffers(), *state]
 
     def drain(self) -> None:
         """Wait for updates that are still running; `step` returns without waiting for them."""
