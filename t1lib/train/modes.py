@@ -69,8 +69,7 @@ class SlideTrainer(Trainer):
             self.optimizer.step()
 
     def device_tensors(self) -> list[Tensor]:
-        unused = set(map(id, self._unused))
-        return [t for t in self.optimizer.device_tensors() if id(t) not in unused]
+        return [t for t in self.optimizer.device_tensors() if not any(t is param for param in self._unused)]
 
     def drain(self) -> None:
         self.optimizer.drain()
