@@ -87,8 +87,7 @@ class GraphTrainer(Trainer):
 
     def _place(self) -> None:
         require(self.device.type == "cuda", f"mode 'gpu-graph' on a {self.device.type}; allowed: a CUDA device")
-        whole = self.micro_batch is None
-        require(whole, f"micro_batch={self.micro_batch} in mode 'gpu-graph'; allowed: None")
+        require(self.micro_batch is None, f"micro_batch={self.micro_batch} in mode 'gpu-graph'; allowed: None")
         plain = self.spec.precision.masters is None
         require(plain, "master_weights=True in mode 'gpu-graph'; allowed: False, or a model in float32")
         super()._place()
