@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -55,8 +55,7 @@ class FsdpTrainer(Trainer):
         wrap_layers(self.parts.layers, lambda: self.trace, recompute=True)
         for module in (*self.parts.layers, self.model):
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule) and not self.ranks.alone:  # a sum: each loss is a share of the batch's
+            if not self.ranks.alone:  # a sum: each loss is a share of the batch's
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self.model.forward = super()._piece_loss  # FSDP gathers embedding, norm and head when the model is called
