@@ -75,8 +75,7 @@ class LanguageSession:
         parts, rows = self.trainer.parts, self.corpus.held_out
         weight, states, targets = parts.head.weight.detach(), [], []
         for ids in rows[: -(-tokens // (rows.shape[1] - 1))].to(weight.device).split(8):
-            embedded = parts.embed(ids)
-            states.append(parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1))
+            states.append(parts.base(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1))
             targets.append(next_token_targets(ids)[:, :-1].flatten())
         e, w, y = torch.cat(states)[:tokens], weight, torch.cat(targets)[:tokens]
         torch.save({"e": e.cpu(), "w": w.cpu(), "y": y.cpu()}, path)

@@ -46,9 +46,8 @@ def save_checkpoint(trainer: Trainer, folder: str | Path) -> Path:
                         states[f"{part}.pt"] = state
                 ranks.share(partial(_add, path, states))
                 sums |= {name: pool.submit(_digest, path / name) for name in states}
-        files: dict[str, str] = {}
-        for own in ranks.share(lambda: {name: digest.result() for name, digest in sums.items()}):
-            files |= own
+        every = ranks.share(lambda: {name: digest.result() for name, digest in sums.items()})
+        files = {name: digest for own in every for name, digest in own.items()}
         ranks.first(partial(_end, path, {"step": trainer.steps, "folder": path.name, "files": files}))
     except BaseException:
         if ranks.rank == 0:

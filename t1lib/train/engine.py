@@ -70,10 +70,14 @@ class Engine:
 
     def _take_over(self) -> None:
         """Move the layers' parameters to the host, the rest to the device, and make the layers run through `run`."""
+        self.forwards = [layer.forward for layer in self.stack]
+        me = weakref.ref(self)  # so that a copy of the model has no copy of its engine
         for index, layer in enumerate(self.stack):
             held = HostLayer(layer, index, self.layout, self.device, self.optimizer.groups, self.optimizer.counts)
             self.host.append(held)
             self.streamed.update(map(id, held.params.values()))
+            self._replace(layer, "forward", _Instead(me, Engine.run, index))
+            self._replace(layer, "_apply", partial(_apply, self.layout.dtype, True, layer))
         for param in self.model.parameters():
             if id(param) not in self.streamed and param.device != self.device:
                 param.data = param.data.to(self.device)
@@ -82,16 +86,10 @@ class Engine:
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self.device)
         trim_heap()  # gives back the memory that the layers occupied before they moved
-        self.forwards = [layer.forward for layer in self.stack]
-        me = weakref.ref(self)  # so that a copy of the model has no copy of its engine
-        for index, layer in enumerate(self.stack):
-            self._replace(layer, "forward", _Instead(me, Engine.run, index))
-            self._replace(layer, "_apply", partial(_apply, self.layout.dtype, True, layer))
         self._replace(self.model, "zero_grad", _Instead(me, Engine.zero_grad))
         self._replace(self.model, "_apply", partial(_apply, self.layout.dtype, False, self.model))
         if hasattr(self.model, "config"):
             self._undo.callback(self.model.register_forward_pre_hook(refuse_recorded, with_kwargs=True).remove)
-        self._replace(self.model, "_t1_engine", me)
 
     def _replace(self, module: nn.Module, name: str, value: Any) -> None:
         """Give a module another method, or attribute, until `close`."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -55,12 +55,9 @@ class FsdpTrainer(Trainer):
         wrap_layers(self.parts.layers, lambda: self.trace, recompute=True)
         for module in (*self.parts.layers, self.model):
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule) and not self.ranks.alone:  # a sum: each loss is a share of the batch's
+            if not self.ranks.alone:  # a sum: each loss is a share of the batch's
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-            for name, buffer in module.named_buffers(recurse=False):  # FSDP moves parameters only
-                setattr(module, name, buffer.to(self.device))
         self.model.forward = super()._piece_loss  # FSDP gathers embedding, norm and head when the model is called
         self._own = {n: nn.Parameter(self._weight(n)) for n in self._own}
         self.optimizer = self._resident_optimizer(on_host)
@@ -98,9 +95,6 @@ class FsdpTrainer(Trainer):
         parts = whole.chunk(self.ranks.size)  # fewer than ranks if there are too few rows
         return parts[self.ranks.rank] if self.ranks.rank < len(parts) else whole[:0]
 
-    def device_tensors(self) -> list[Tensor]:
-        return [_local(t) for t in super().device_tensors()]
-
     def _checked(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         if self.ranks.alone:
             return super()._checked(batch)
@@ -118,18 +112,15 @@ class FsdpTrainer(Trainer):
         return self.model(piece, timer)
 
     def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
+        self.model.zero_grad()  # left over if a step was aborted
         self.model.set_requires_gradient_sync(self._offload or self.ranks.alone)
         total = super()._backward(pieces[:-1], timer)
         self.model.set_requires_gradient_sync(True)
         total += super()._backward(pieces[-1:], timer)
         for name, shard in self._own.items():
-            grad = self.model.get_parameter(name).grad
-            shard.grad = None if grad is None else _local(grad)
+            param = self.model.get_parameter(name)
+            shard.grad, param.grad = None if param.grad is None else _local(param.grad), None
         return self.ranks.sum(total, self.device)
-
-    def _zero_grad(self) -> None:
-        super()._zero_grad()
-        self.model.zero_grad()
 
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> float:

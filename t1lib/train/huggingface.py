@@ -128,7 +128,7 @@ def _check(model: Any, args: TrainingArguments, options: dict[str, Any]) -> None
     fits = steps == 1 or options.get("accumulate", True)
     require(fits, f"accumulate=False with gradient_accumulation_steps={steps}; allowed: 1")
     model = model if isinstance(model, nn.Module) else nn.Module()
-    require("_t1_engine" not in vars(model), "the model is streamed already; StreamTrainer takes one that is not")
+    require("_apply" not in vars(model), "the model is streamed already; StreamTrainer takes one that is not")
     again = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     require(not again, "the model's gradient checkpointing is on; stream recomputes layers itself: turn it off")
 

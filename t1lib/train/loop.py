@@ -26,9 +26,9 @@ from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.timing import NoTrace, PhaseTimer, Trace
 from t1lib.train.batch import Piece, check, pieces_of
 from t1lib.train.ranks import ALONE, Ranks
-from t1lib.train.resident import ResidentOptimizer, check_saved, make_optimizer, restore_state, saved_state
+from t1lib.train.resident import ResidentOptimizer, check_saved, make_optimizer, state_in
 from t1lib.train.stream import usable
-from t1lib.train.update import norms_of
+from t1lib.train.update import norms_of, shown_state, take_state
 from t1lib.train.wrap import wrap_layers
 
 MODES = ("gpu", "gpu-graph", "ckpt", "slide", "fsdp")
@@ -111,22 +111,16 @@ class Trainer:
         wrap_layers(self.parts.layers, lambda: self.trace, recompute=self.mode == "ckpt")
         self.optimizer = self._resident_optimizer()
 
-    def _resident_optimizer(self, on_host: bool = False, **options: Any) -> torch.optim.Optimizer:
+    def _resident_optimizer(self, on_host: bool = False) -> torch.optim.Optimizer:
         """PyTorch's own; the kit's if there are masters, or for parameters on the host beside a GPU."""
         kit = on_host or self.spec.precision.masters is not None
-        plain = make_optimizer(self.spec, self._own.values(), fused=self.device.type == "cuda" and not kit, **options)
+        fused, graphed = self.device.type == "cuda" and not kit, self.mode == "gpu-graph"
+        plain = make_optimizer(self.spec, self._own.values(), fused, capturable=graphed)
         return ResidentOptimizer(plain, self.spec.precision, self.device) if kit else plain
 
     def _hidden(self, ids: Tensor) -> Tensor:
         """The last layer's output after the norm."""
         return self.parts.base(input_ids=ids, use_cache=False).last_hidden_state
-
-    def _zero_grad(self) -> None:
-        self.optimizer.zero_grad()
-
-    def _rate(self) -> float | Tensor:
-        """The learning rate of the next step."""
-        return self.spec.lr * self.schedule(self.steps)
 
     def _norm(self) -> Tensor:
         """Clip the gradients; returns their norm before that, (), as `torch.nn.utils.clip_grad_norm_` computes it."""
@@ -161,13 +155,13 @@ class Trainer:
         for gradients that are not finite.
         """
         timer, pieces = PhaseTimer(self.device), self._pieces(batch)
-        self._zero_grad()  # left over if a step was aborted
+        self.optimizer.zero_grad()  # left over if a step was aborted
         for group in self.optimizer.param_groups:
-            group["lr"] = self._rate()
+            group["lr"] = self.spec.lr * self.schedule(self.steps)
         loss, norm = self._run(pieces, timer)
         timer.mark("optimizer")
         wall_ms, phases = timer.stop()
-        self._zero_grad()
+        self.optimizer.zero_grad()
         norm = float(norm)
         if not math.isfinite(norm):
             done = "updates had begun, some by it: go on from a checkpoint" if self.late else "nothing was updated"
@@ -263,7 +257,8 @@ class Trainer:
             weight = self._weight(name)
             weights[name] = self._whole(name, weight)
             if name in self._own:
-                found = saved_state(self.optimizer, self._own[name], weight)
+                state, counts = state_in(self.optimizer, self._own[name])
+                found = shown_state(weight, state, counts.get(self._own[name], 0))
                 states[name] = {key: self._whole(name, value) for key, value in found.items()}
         return {"model": weights, "optimizer": states}
 
@@ -280,7 +275,8 @@ class Trainer:
             weight.copy_(self._part(state["model"][name]))
             if name in self._own:
                 saved = {key: self._part(value) for key, value in state["optimizer"][name].items()}
-                restore_state(self.optimizer, self._own[name], weight, saved)
+                kept, counts = state_in(self.optimizer, self._own[name])
+                counts[self._own[name]] = take_state(weight, kept, saved)
         self.steps = state["step"]
 
     def _weight(self, name: str) -> Tensor:
@@ -298,7 +294,7 @@ class Trainer:
     def device_tensors(self) -> list[Tensor]:
         """Tensors held on the device between steps."""
         state = [v for own in self.optimizer.state.values() for v in own.values() if isinstance(v, Tensor)]
-        return [*self.model.parameters(), *self.model.buffers(), *state]
+        return [*(self._weight(n) for n, _ in self.model.named_parameters()), *self.model.buffers(), *state]
 
     def drain(self) -> None:
         """Wait for updates that are still running; `step` returns without waiting for them."""

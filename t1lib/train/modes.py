@@ -2,7 +2,6 @@
 forward, loss, backward and update are a single CUDA graph, for steps in which launches bind."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,13 +12,12 @@ from t1lib.errors import require
 from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, PhaseTimer
 from t1lib.train.batch import Piece
-from t1lib.train.loop import StepRecord, Trainer
+from t1lib.train.loop import Trainer
 from t1lib.train.resident import make_optimizer
 from t1lib.train.stream import stream
 
 WORKSPACE = "512MiB"  # of head fused under a budget of device memory, unless it is given one
 WARM_UP = 3  # eager steps with batches of a shape, before one is captured
-UNTIMED = SimpleNamespace(mark=lambda phase: None)  # in place of a `PhaseTimer`: a graph has no events of its own
 
 
 class SlideTrainer(Trainer):
@@ -56,7 +54,7 @@ class SlideTrainer(Trainer):
             param.data = param.data.cpu()
 
     def _hidden(self, ids: Tensor) -> Tensor:
-        embed = self.parts.embed
+        embed, self.engine.trace = self.parts.embed, self.trace
         embedded = embed(ids.to(embed.weight.device)).to(self.device)
         return self.parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
 
@@ -70,20 +68,14 @@ class SlideTrainer(Trainer):
         with self.trace.span("compute", "update", -1) if resident else nullcontext():
             self.optimizer.step()
 
-    def step(self, batch: dict[str, Tensor]) -> StepRecord:
-        self.engine.trace = self.trace
-        return super().step(batch)
-
     def device_tensors(self) -> list[Tensor]:
-        unused = set(map(id, self._unused))
-        return [t for t in self.optimizer.device_tensors() if id(t) not in unused]
+        return [t for t in self.optimizer.device_tensors() if not any(t is param for param in self._unused)]
 
     def drain(self) -> None:
         self.optimizer.drain()
 
     def close(self) -> None:
-        if not self.closed:
-            self.optimizer.close()
+        self.optimizer.close()
         super().close()
 
 
@@ -95,8 +87,7 @@ class GraphTrainer(Trainer):
 
     def _place(self) -> None:
         require(self.device.type == "cuda", f"mode 'gpu-graph' on a {self.device.type}; allowed: a CUDA device")
-        whole = self.micro_batch is None
-        require(whole, f"micro_batch={self.micro_batch} in mode 'gpu-graph'; allowed: None")
+        require(self.micro_batch is None, f"micro_batch={self.micro_batch} in mode 'gpu-graph'; allowed: None")
         plain = self.spec.precision.masters is None
         require(plain, "master_weights=True in mode 'gpu-graph'; allowed: False, or a model in float32")
         super()._place()
@@ -104,15 +95,11 @@ class GraphTrainer(Trainer):
         self._graphs: dict[torch.Size, tuple[Any, Piece, tuple[Tensor, Tensor]]] = {}
         self._seen: dict[torch.Size, int] = {}  # eager steps by shape
         self._lr = torch.zeros((), dtype=torch.float32, device=self.device)
-        options = {"capturable": True} if self.spec.name == "adamw" else {}
-        self.optimizer = self._resident_optimizer(**options)
         self._side = torch.cuda.Stream(self.device)
 
-    def _rate(self) -> Tensor:
-        return self._lr.fill_(super()._rate())
-
     def _run(self, pieces: list[Piece], timer: PhaseTimer) -> tuple[Tensor, Tensor]:
-        piece = pieces[0]
+        piece, group = pieces[0], self.optimizer.param_groups[0]
+        group["lr"] = self._lr.fill_(group["lr"])
         shape = piece.ids.shape
         if (seen := self._seen.get(shape, 0)) < WARM_UP:
             self._seen[shape] = seen + 1
@@ -135,8 +122,8 @@ class GraphTrainer(Trainer):
         trace, self.trace = self.trace, NoTrace()
         try:
             with torch.cuda.graph(graph):
-                results = super()._run([held], UNTIMED)
+                results = super()._run([held], PhaseTimer("cpu"))  # a graph has no events of its own
         finally:
             self.trace = trace
-            self._zero_grad()
+            self.optimizer.zero_grad()
         return graph, held, results

@@ -4,7 +4,6 @@ The forward keeps the layer's input; the backward recomputes the layer from it, 
 `keep` layers keep their activations instead. Where launches bind, layers run as CUDA graphs.
 """
 
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +57,9 @@ class Passes:
         within = within or torch.autograd.forward_ad._current_level >= 0
         require(not within, "streamed layers within parametrize.cached(), torch.func, or forward-mode differentiation")
         trains = grad and any(p.requires_grad for p in layer.parameters())
-        earlier = _keys((*args, *kwargs.values()), index)
+        caches = [getattr(v, "self_attention_cache", v) for v in (*args, *kwargs.values()) if isinstance(v, Cache)]
+        keys = [getattr(cache.layers[index], "keys", None) for cache in caches if index < len(cache.layers)]
+        earlier = [found for found in keys if found is not None]  # keys of earlier tokens
         if not (trains or (grad and any(t.requires_grad for t in (hidden, *earlier)))):
             with self.lock:
                 return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
@@ -196,13 +197,6 @@ class Passes:
         key = held.slot, held.grad_slot, self.stack[index].training, wanted
         with self._trace().span("compute", "backward", index):
             return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
-
-
-def _keys(values: Iterable[Any], index: int) -> list[Tensor]:
-    """Keys of earlier tokens for layer `index`, in caches among the values."""
-    caches = [getattr(value, "self_attention_cache", value) for value in values if isinstance(value, Cache)]
-    found = [getattr(cache.layers[index], "keys", None) for cache in caches if index < len(cache.layers)]
-    return [keys for keys in found if keys is not None]
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -103,8 +103,7 @@ def join(cuda: bool) -> Store:
             store = dist.PrefixStore(f"t1/{next(_JOINED)}", store)  # an earlier group left its keys
         except ValueError as error:
             raise T1Error(f"WORLD_SIZE is {size}, but its processes cannot find each other: {error}") from None
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size)
     return store
 
 

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from t1lib.errors import require, shown
 from t1lib.optimizers import OptimizerSpec, Precision, Rule
-from t1lib.train.update import State, check_state, follow, new_state, shown_state, step_tensor, take_state, update
+from t1lib.train.update import State, check_state, follow, new_state, step_tensor, update
 
 
 def make_optimizer(
-    spec: OptimizerSpec, params: Iterable[nn.Parameter], fused: bool, **options: Any
+    spec: OptimizerSpec, params: Iterable[nn.Parameter], fused: bool, capturable: bool = False
 ) -> torch.optim.Optimizer:
-    """`torch.optim.AdamW` or `SGD` by the spec; `options` are further arguments of its class."""
-    common = {"lr": spec.lr, "weight_decay": spec.weight_decay, "fused": fused or None, **options}
+    """`torch.optim.AdamW` or `SGD` by the spec. capturable: by a CUDA graph"""
+    common = {"lr": spec.lr, "weight_decay": spec.weight_decay, "fused": fused or None}
     if spec.name == "adamw":
-        return torch.optim.AdamW(params, betas=spec.betas, eps=spec.eps, **common)
+        return torch.optim.AdamW(params, betas=spec.betas, eps=spec.eps, capturable=capturable, **common)
     return torch.optim.SGD(params, momentum=spec.momentum, **common)
 
 
@@ -78,30 +78,18 @@ class ResidentOptimizer(torch.optim.Optimizer):
                 self._versions |= {p: p._version for p in params}
 
 
-def saved_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, weight: Tensor) -> State:
-    """A parameter's state, however it is kept; before the first update, what it starts from. weight: its values"""
+def state_in(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> tuple[State, dict[nn.Parameter, int]]:
+    """A parameter's state in an optimizer, made if there is none yet, and the counts of updates beside it by parameter:
+    the kit's; PyTorch's own are part of the state."""
     if isinstance(optimizer, ResidentOptimizer):
-        return shown_state(weight, optimizer.state_of(param), optimizer.counts[param])
-    return _plain_state(optimizer, param)
-
-
-def restore_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, weight: Tensor, saved: State) -> None:
-    """Take over what `saved_state` returned."""
-    if isinstance(optimizer, ResidentOptimizer):
-        optimizer.counts[param] = take_state(weight, optimizer.state_of(param), saved)
-    else:
-        take_state(weight, _plain_state(optimizer, param), saved)
-
-
-def _plain_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> State:
-    """The state in one of PyTorch's own optimizers, made if there is none yet."""
+        return optimizer.state_of(param), optimizer.counts
     rule, state, plain = optimizer.param_groups[0], optimizer.state[param], Precision(masters=None)
     if any(state.get(key) is None for key in plain.kinds(param, rule)):
         state.update(new_state(param.data, rule, plain))
     if "betas" in rule:
         there = param.device if rule["fused"] or rule["capturable"] else "cpu"
         state.setdefault("step", step_tensor(0, there))
-    return {key: value for key, value in state.items() if value is not None}
+    return {key: value for key, value in state.items() if value is not None}, {}
 
 
 def check_saved(state: Mapping[str, Any], params: dict[str, Tensor], trained: dict[str, Collection[str]]) -> None:
