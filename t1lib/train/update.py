@@ -92,7 +92,7 @@ def update(
     including this one; scale: factor of the gradients, (), on their device"""
     if any(state.keys() & {"master", "low"} for state in states):
         for weight, grad, state in zip(weights, grads, states, strict=True):
-            _wide(weight.view(-1), grad.view(-1), state, rule, count, scale, scratch or Scratch())
+            _wide(weight.view(-1), grad.reshape(-1), state, rule, count, scale, scratch or Scratch())
         return
     if scale is not None:
         torch._foreach_mul_(grads, scale)

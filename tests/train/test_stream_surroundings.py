@@ -335,6 +335,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients held once, while more accumulate": case(qwen3, sgd, accumulate=2, clip=hold_once, zero=False),
     "gradients that are deleted": case(qwen3, clip=delete),
     "gradients of another order in memory": case(qwen3, clip=transposed),
+    "masters, gradients of another order in memory": masters(qwen3, clip=transposed),
     "a parameter that is the optimizer's alone": case(with_scale, loss=scaled, clip=clip_all_of_the_optimizer),
     "gradients whose data is assigned": case(qwen3, clip=give_other_data, zero=False),
     "a gradient that is kept": case(qwen3, clip=keep_first),
