@@ -81,7 +81,6 @@ def measure_ranks(
                 workers.append(stack.enter_context(closing(Isolated(Rank, where, wait=False))))
             for worker in workers:
                 worker.receive()
-            for worker in workers:
                 worker.send("run", task=task, settings=settings | {"phase": phase})
             rows, printed = _result(workers, limit)
     except VariantOutOfMemory as error:
