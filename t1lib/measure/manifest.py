@@ -230,12 +230,11 @@ def recover(final: Path) -> None:
 
 
 def publish(staging: Path, final: Path) -> None:
-    """Replace `final` by the complete `staging` folder. Raises `T1Error` if another GPU measured what `final` holds, or
-    if a file there is held open (Windows)."""
+    """Replace `final` by the complete `staging` folder beside it. Raises `T1Error` if another GPU measured what `final`
+    holds, or if a file there is held open (Windows)."""
     recover(final)
     require_replaceable(final)
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
         if final.exists():
             os.replace(final, _aside(final))
         os.replace(staging, final)
