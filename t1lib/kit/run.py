@@ -63,6 +63,7 @@ class Run:
         self._clock = time.perf_counter()
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="t1-", ignore_cleanup_errors=True)
         self.outdir = folder or Path(self._temporary.name) / experiment
+        self.outdir.mkdir(parents=True, exist_ok=True)
         cuda = torch.cuda.is_available()
         if not self._measures:
             self.records = Records.load(final / "samples.csv")
@@ -106,7 +107,6 @@ class Run:
         for limit in ("display.max_colwidth", "display.max_columns", "display.max_rows"):
             pd.set_option(limit, None)  # tables are shown whole
         run = namespace[_RUN] = cls(experiment, namespace, Path(driven) if driven else None)
-        run.outdir.mkdir(parents=True, exist_ok=True)
         return run
 
     def _require_allowed(self, given: dict[str, Any]) -> None:
@@ -192,8 +192,7 @@ class Run:
         late = [f"`{cell.title}`: {why}" for cell, why in self._cells.out_of_date()]
         named = shorten("; ".join(late), _NAMED, placeholder="…")
         require(not late, f"cells to run again before this one: {len(late)}. {named}")
-        if not self._driven:
-            self._require_whole()
+        self._require_whole()
         # A cell that has run again has made its figures, tables and numbers again, or makes them no longer.
         drawn = self._cells.drawn()
         for path in [*self.outdir.glob("figures/*.*"), *self.outdir.glob("tables/*.*")]:
@@ -232,7 +231,6 @@ def redraw(profile: str, experiment: str) -> list[str]:
 
 def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True) -> None:
     """Run a notebook's cells without measuring, on a finished run's samples, into `folder`. Raises as `redraw`."""
-    folder.mkdir(parents=True, exist_ok=True)
     content, known = manifest.require_finished(paths.outputs(profile, experiment), {}), params.declared(experiment)
     able = "measure" in known
     require(able, f"{experiment} has no parameter `measure: bool = True`, by which it draws without measuring")
