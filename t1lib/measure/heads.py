@@ -81,10 +81,6 @@ class HeadBench:
         self._exact: tuple[Any, dict[str, Tensor]] | None = None  # the last reference, and of what it is one
         self._products: dict[str, Callable[[], Tensor]] = {}
 
-    def function(self, case: Case) -> Callable[..., Any]:
-        """The case's method with its settings."""
-        return self._function(case.method, **case.settings)
-
     def call(self, case: Case, dtype: torch.dtype | None = None) -> Call:
         """The call of a case; in `dtype`, if one is given."""
         dtype = dtype or self.dtype
@@ -96,7 +92,7 @@ class HeadBench:
         if "linear_bias" in arguments:
             bias = arguments["linear_bias"].detach().to(self.dtype).to(dtype)
             arguments["linear_bias"] = bias.requires_grad_(case.gradients)
-        function, each = self.function(case), case.options.get("reduction") == "none"
+        function, each = self._function(case.method, **case.settings), case.options.get("reduction") == "none"
 
         def loss() -> Tensor:
             with torch.set_grad_enabled(case.gradients):

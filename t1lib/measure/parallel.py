@@ -146,17 +146,14 @@ class Share(HeadBench):
         super().__init__(**given)
         # Lead-ins end in a collective, so that no rank's device continues before all have reached it.
         self.lead.last = partial(dist.all_reduce, torch.ones(1, device=self.device), dist.ReduceOp.MAX)
-        self.group: dist.ProcessGroup | None = None
         kept, rank, ranks = self.reference(Case("full")), dist.get_rank(), dist.get_world_size()
         kept["dW"] = kept["dW"].tensor_split(ranks)[rank].clone()
         self.w = self.w.tensor_split(ranks)[rank].clone()  # the first ranks may have one row more
         self.group = dist.group.WORLD if ranks > 1 else None
+        if self.group is not None:
+            of_shards = partial(sharded.linear_cross_entropy, group=self.group)
+            self._function = lambda head, **settings: partial(of_shards, head=head, **settings)
         free_cached()  # the reference's memory, for the heads
-
-    def function(self, case: Case) -> Callable[..., Any]:
-        if self.group is None:
-            return super().function(case)
-        return partial(sharded.linear_cross_entropy, head=case.method, group=self.group, **case.settings)
 
     def attempt(self, variant: str, action: Callable[[], Any]) -> tuple[Any, str, str]:
         """The largest values of any rank. Where there are several, an error ends this one, and then the others, which
