@@ -3,7 +3,7 @@
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any, TypeVar
@@ -58,12 +58,11 @@ def median_ms(function: Callable[[], object], device: torch.device, repeats: int
     return median([phases_ms({"": function}, device)[0][""] for _ in range(warmup + repeats)][warmup:])
 
 
-def rounds(things: Sequence[T], number: int) -> Iterator[list[T]]:
+def rounds(things: Sequence[T], number: int) -> list[list[T]]:
     """`number` rounds in which each of `things` has one turn, in a new random order per round (fixed seed): clock drift
     affects all of them alike, and so does whatever ran just before, which on an H200 can be worth several per cent."""
     draw = random.Random(0)
-    for _ in range(number):
-        yield draw.sample(things, len(things))
+    return [draw.sample(things, len(things)) for _ in range(number)]
 
 
 def progress(items: Iterable[Any] | None = None, what: str = "", total: int | None = None) -> tqdm:
