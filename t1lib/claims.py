@@ -23,6 +23,7 @@ PROFILE = "h200"  # that the claims are about
 FILE, PAGE = "claims.yaml", "docs/results.md"
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
 NUMBERS = "numbers.json"
+HEAD = "| claim | published | ours | within | key |\n| --- | --- | --- | --- | --- |\n"
 FORM = "claim, published, ours (1.78 ×), within (15 %, ≤ 0.02 or exact), key (t1m3.…)"
 _TABLE = re.compile(r"(<!-- claims of (\w+) -->\n).*?(<!-- end of claims -->)", re.DOTALL)
 _NUMBER = r"(\d{1,3}(,\d{3})+(\.\d+)?|\d+(\.\d+)?(e[+-]?\d+)?)"
@@ -44,10 +45,6 @@ class Claim:
     within: Annotated[str, Field(pattern=rf"^({_NUMBER} %|≤ {_NUMBER}|exact)$")]
     key: Annotated[str, Field(pattern=r"^\w+\.[\w.-]+$")]
 
-    @property
-    def experiment(self) -> str:
-        return self.key.split(".")[0]
-
     def holds(self, value: Any) -> bool:
         """Whether a run that measured this value bears the claim out (no number: it does not)."""
         if not isinstance(value, int | float):
@@ -56,26 +53,24 @@ class Claim:
         return value <= bound if "≤" in self.within else abs(value - ours) <= abs(ours) * bound / 100
 
 
-def read_claims() -> list[Claim]:
-    """All claims, in the order of claims.yaml. Raises `T1Error` if it holds none, or cannot be read as such."""
+def read_claims() -> dict[str, list[Claim]]:
+    """The claims by experiment, as in claims.yaml. Raises `T1Error` if it holds none, or cannot be read as such."""
     try:
-        lists = TypeAdapter(dict[str, list[Claim]]).validate_python(params.read_yaml(paths.root() / FILE))
+        claims = TypeAdapter(dict[str, list[Claim]]).validate_python(params.read_yaml(paths.root() / FILE))
     except ValidationError as error:
         wrong = error.errors()[0]
         place = " ".join(map(str, (FILE, *wrong["loc"])))
         raise T1Error(f"{place}: {shown(wrong['input'])}; allowed: a list for each experiment, of {FORM}") from None
-    claims = [claim for rows in lists.values() for claim in rows]
-    require(bool(claims), f"{FILE} holds no claims")
+    require(any(claims.values()), f"{FILE} holds no claims")
     return claims
 
 
 def write_page() -> None:
     """Write the claims of each experiment into its table in docs/results.md. Raises `T1Error` as `read_claims` does."""
     path, tables = paths.root() / PAGE, {}
-    for c in read_claims():
-        head = "| claim | published | ours | within | key |\n| --- | --- | --- | --- | --- |\n"
-        row = f"| {c.claim} | {c.published} | {c.ours} | {c.within} | `{c.key}` |\n"
-        tables[c.experiment] = tables.get(c.experiment, head) + row
+    for experiment, claims in read_claims().items():
+        rows = [f"| {c.claim} | {c.published} | {c.ours} | {c.within} | `{c.key}` |\n" for c in claims]
+        tables[experiment] = "".join([HEAD, *rows])
     text = path.read_text(encoding="utf-8")
     missing = tables.keys() - {name for _, name, _ in _TABLE.findall(text)}
     require(not missing, f"{PAGE} has no place for claims of {', '.join(sorted(missing))}")
@@ -139,13 +134,11 @@ def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
 def check_command(arguments: argparse.Namespace) -> int:
     """Check the claims of experiments ("all", or none, for every one); returns 1 if one fails or a run is in doubt."""
     claims, experiments, known = read_claims(), arguments.experiments, params.experiments()
-    for name in [*experiments, *(claim.experiment for claim in claims)]:
+    for name in [*experiments, *claims]:
         choose("experiment", name, [*known, "all"])
-    every = not experiments or "all" in experiments
-    chosen = {claim.experiment for claim in claims} if every else set(experiments)
-    verdicts = []
+    chosen, verdicts = claims if not experiments or "all" in experiments else experiments, []
     for name in (name for name in known if name in chosen):
-        verdicts += _check_run(name, [claim for claim in claims if claim.experiment == name])
+        verdicts += _check_run(name, claims.get(name, []))
     counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in (PASS, FAIL, NOT_RUN))
     print(f"{len(verdicts)} checks: {counts}")
     return int(FAIL in verdicts)

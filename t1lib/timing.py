@@ -85,22 +85,16 @@ class Trace:
             self._closed.append((lane, phase, layer, start, mark_now(self.device)))
 
     @contextmanager
-    def span(self, lane: str, phase: str, layer: int, stream: "torch.cuda.Stream | None" = None) -> Iterator[None]:
-        """A span of device work on `stream` (default: the current one)."""
-        start = mark_now(self.device, stream)
+    def span(
+        self, lane: str, phase: str, layer: int, stream: "torch.cuda.Stream | None" = None, host: bool = False
+    ) -> Iterator[None]:
+        """A span of device work on `stream` (default: the current one); or of work on the `host`, in any thread."""
+        device = torch.device("cpu") if host else self.device
+        start = mark_now(device, stream)
         try:
             yield
         finally:  # PyTorch's checkpointing stops a recomputation early by raising an exception
-            self._closed.append((lane, phase, layer, start, mark_now(self.device, stream)))
-
-    @contextmanager
-    def host_span(self, lane: str, phase: str, layer: int) -> Iterator[None]:
-        """A span of work on the host, measured by the clock; may be used from any thread."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._closed.append((lane, phase, layer, start, time.perf_counter()))
+            self._closed.append((lane, phase, layer, start, mark_now(device, stream)))
 
     def spans(self) -> list[Span]:
         """Synchronise and return all finished spans, ordered by start."""
@@ -117,9 +111,7 @@ class NoTrace:
 
     def begin(self, lane: str, phase: str, layer: int) -> None: ...
 
-    def end(self, lane: str, phase: str, layer: int) -> None: ...
+    end = begin
 
-    def span(self, lane: str, phase: str, layer: int, stream: "torch.cuda.Stream | None" = None) -> nullcontext:
+    def span(self, lane: str, phase: str, layer: int, *more: object, **options: object) -> nullcontext:
         return nullcontext()
-
-    host_span = span

@@ -61,9 +61,8 @@ class Cells:
     def begin(self, key: str) -> None:
         """A cell begins to run. What it made when it ran before is forgotten."""
         self._runs += 1
-        self.key, self._before, self._earlier = key, dict(self.namespace), self.known.get(key)
-        had = self._earlier or Cell(0)
-        self.running = self.known[key] = Cell(self._runs, had.measured, had.drew)
+        self.key, self._before, self._earlier = key, dict(self.namespace), self.known.get(key, Cell(0))
+        self.running = self.known[key] = Cell(self._runs, self._earlier.measured, self._earlier.drew)
 
     def end(self, key: str, source: str, done: bool, number: int) -> None:
         """It has ended. `key` may differ from that of `begin` for the cell that created this object.
@@ -73,7 +72,7 @@ class Cells:
         """
         if key != self.key:
             self.key, self.known[key] = key, self.known.pop(self.key)
-        cell, earlier, given = self.running, self._earlier or Cell(0), self.parameters()
+        cell, earlier, given = self.running, self._earlier, self.parameters()
         cell.measured |= bool(cell.rows)
         cell.drew |= bool(cell.drawn)
         if done:
@@ -167,16 +166,11 @@ def names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
             direct.add(step.argval)
         elif step.opname == "STORE_NAME":
             stored.add(step.argval)
-    read = _loaded(code, at_once=True)
-    waiting, followed = set(read), set()
-    while waiting:
-        name = waiting.pop()
-        followed.add(name)
+    read = list(_loaded(code, at_once=True))
+    for name in read:  # to which are added what its functions read
         for function in _functions(namespace.get(name), namespace):
-            used = _loaded(function.__code__, at_once=False)
-            read |= used
-            waiting |= used - followed
-    return direct | (read - stored), stored
+            read += _loaded(function.__code__, at_once=False) - set(read)
+    return direct | (set(read) - stored), stored
 
 
 def _loaded(code: CodeType, at_once: bool) -> set[str]:

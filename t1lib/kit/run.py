@@ -57,13 +57,13 @@ class Run:
         self.params = params.Live(experiment, namespace, self._require_allowed)
         final = paths.outputs(self.params.checked()["profile"], experiment)
         # Taken at the start: an edit made during the run must make the run stale, and a commit is not the run's.
-        self._commit = manifest.git_state()
+        self._about = manifest.git_state() | {"experiment": experiment, "inputs": {}}
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
-        self._inputs: dict[str, str] = {}
         self._numbers, self._saved = Numbers(), []
         self._clock = time.perf_counter()
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="t1-", ignore_cleanup_errors=True)
         self.outdir = folder or Path(self._temporary.name) / experiment
+        self.outdir.mkdir(parents=True, exist_ok=True)
         cuda = torch.cuda.is_available()
         if not self._measures:
             self.records = Records.load(final / "samples.csv")
@@ -94,8 +94,7 @@ class Run:
         Raises `T1Error` for a wrong parameter, for a profile that is not in params/ or needs a GPU where there is none,
         and if it would replace another kind of GPU's results; with `measure` false, without a finished run like this.
         """
-        plt.rcdefaults()  # what a matplotlibrc says, such as a dark background, is not for published figures
-        plt.rcParams.update(STYLE)
+        plt.style.use(["default", STYLE])  # a matplotlibrc, such as of dark backgrounds, is not for published figures
         run, driven = namespace.get(_RUN), os.environ.get("T1_STAGING")
         # In a copy that names its original still, what is measured or drawn would get into the original's folder.
         named = run.experiment if isinstance(run, cls) else Path(driven).stem[1:] if driven else experiment
@@ -108,7 +107,6 @@ class Run:
         for limit in ("display.max_colwidth", "display.max_columns", "display.max_rows"):
             pd.set_option(limit, None)  # tables are shown whole
         run = namespace[_RUN] = cls(experiment, namespace, Path(driven) if driven else None)
-        run.outdir.mkdir(parents=True, exist_ok=True)
         return run
 
     def _require_allowed(self, given: dict[str, Any]) -> None:
@@ -138,11 +136,10 @@ class Run:
         """The saved notebook's cells of code, as they were while somebody's edit cannot be read, and which one is
         running: None if the frontend does not tell."""
         with suppress(T1Error):
-            self._saved = [
-                cell for cell in params.code_cells(paths.notebook(self.experiment)) if cell["source"].strip()
-            ]
-        cells = self._saved
-        return cells, next((at for at, cell in enumerate(cells) if cell.get("id") == self._cells.key), None)
+            cells = params.code_cells(paths.notebook(self.experiment))
+            self._saved = [cell for cell in cells if cell["source"].strip()]
+        at = (at for at, cell in enumerate(self._saved) if cell.get("id") == self._cells.key)
+        return self._saved, next(at, None)
 
     def frame(self) -> pd.DataFrame:
         """The records that are up to date, one row each; prints which are left out. Also saves them to disk, so that a
@@ -186,7 +183,7 @@ class Run:
 
     def used(self, name: str, sha256: str) -> None:
         """Note in the manifest the hash of something that the run read besides its parameters, such as a corpus."""
-        self._inputs[name] = sha256
+        self._about["inputs"][name] = sha256
 
     def finish(self) -> None:
         """Save records and numbers. Unless the command `run` drives the notebook, also publish the folder (`run` would
@@ -195,8 +192,7 @@ class Run:
         late = [f"`{cell.title}`: {why}" for cell, why in self._cells.out_of_date()]
         named = shorten("; ".join(late), _NAMED, placeholder="…")
         require(not late, f"cells to run again before this one: {len(late)}. {named}")
-        if not self._driven:
-            self._require_whole()
+        self._require_whole()
         # A cell that has run again has made its figures, tables and numbers again, or makes them no longer.
         drawn = self._cells.drawn()
         for path in [*self.outdir.glob("figures/*.*"), *self.outdir.glob("tables/*.*")]:
@@ -214,10 +210,8 @@ class Run:
             return
         self.records.save(self.outdir / "samples.csv")
         modules = {name: self._made_of["modules"].get(name) for name in fingerprint.loaded()}
-        made_of = {"notebook": self._made_of["notebook"], "modules": modules}
-        about = dict(experiment=self.experiment, profile=given["profile"], made_of=made_of, inputs=self._inputs)
-        about |= self._commit | {"seconds": time.perf_counter() - self._clock}
-        manifest.write(self.outdir, parameters=given, **about)
+        about = self._about | {"profile": given["profile"], "made_of": self._made_of | {"modules": modules}}
+        manifest.write(self.outdir, parameters=given, seconds=time.perf_counter() - self._clock, **about)
         if self._driven:
             return
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +231,6 @@ def redraw(profile: str, experiment: str) -> list[str]:
 
 def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True) -> None:
     """Run a notebook's cells without measuring, on a finished run's samples, into `folder`. Raises as `redraw`."""
-    folder.mkdir(parents=True, exist_ok=True)
     content, known = manifest.require_finished(paths.outputs(profile, experiment), {}), params.declared(experiment)
     able = "measure" in known
     require(able, f"{experiment} has no parameter `measure: bool = True`, by which it draws without measuring")

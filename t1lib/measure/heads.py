@@ -15,7 +15,7 @@ from torch import Tensor
 
 from t1lib.errors import UnavailableError, choose
 from t1lib.heads.fused import kernels_run
-from t1lib.heads.fused_plan import TILES, device_of
+from t1lib.heads.fused_plan import TILES, device_of, up
 from t1lib.measure.isolate import is_out_of_memory
 from t1lib.measure.memory import AllocatorTimeline, storage_bytes
 from t1lib.measure.peers import PEERS, loss_function
@@ -57,9 +57,8 @@ class Call(NamedTuple):
 
     loss: Callable[[], Tensor]
     backward: Callable[[Tensor], None]
-    e: Tensor
-    w: Tensor
     inputs: list[Tensor]
+    wanted: dict[str, Tensor]  # whose gradients are results, by the results' names
 
 
 class HeadBench:
@@ -82,10 +81,6 @@ class HeadBench:
         self._exact: tuple[Any, dict[str, Tensor]] | None = None  # the last reference, and of what it is one
         self._products: dict[str, Callable[[], Tensor]] = {}
 
-    def function(self, case: Case) -> Callable[..., Any]:
-        """The case's method with its settings."""
-        return self._function(case.method, **case.settings)
-
     def call(self, case: Case, dtype: torch.dtype | None = None) -> Call:
         """The call of a case; in `dtype`, if one is given."""
         dtype = dtype or self.dtype
@@ -97,27 +92,26 @@ class HeadBench:
         if "linear_bias" in arguments:
             bias = arguments["linear_bias"].detach().to(self.dtype).to(dtype)
             arguments["linear_bias"] = bias.requires_grad_(case.gradients)
-        function, each = self.function(case), case.options.get("reduction") == "none"
+        function, each = self._function(case.method, **case.settings), case.options.get("reduction") == "none"
 
         def loss() -> Tensor:
-            found = function(e, w, y, **arguments)
+            with torch.set_grad_enabled(case.gradients):
+                found = function(e, w, y, **arguments)
             return found[0] if case.options.get("return_stats") else found
 
         def backward(loss: Tensor) -> None:
             loss.backward(tokens.to(loss.dtype) if each else None)
 
         inputs = [self.e, self.w, self.y, *self.drawn.values(), e, w, y, *arguments.values()]
-        return Call(loss, backward, e, w, [t for t in inputs if isinstance(t, Tensor)])
+        return Call(loss, backward, [t for t in inputs if isinstance(t, Tensor)], {"dE": e, "dW": w})
 
     def result(self, case: Case, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """`loss`, () or (N), and `dE` (N, D) and `dW` (V, D) if the case computes them."""
         call = self.call(case, dtype)
-        with torch.set_grad_enabled(case.gradients):
-            loss = call.loss()
+        loss = call.loss()
         if case.gradients:
             call.backward(loss)
-        found = {"loss": loss.detach(), "dE": call.e.grad, "dW": call.w.grad}
-        return {name: value for name, value in found.items() if value is not None}
+        return {"loss": loss.detach()} | {name: t.grad for name, t in call.wanted.items() if t.grad is not None}
 
     def reference(self, case: Case) -> dict[str, Tensor]:
         """The exact result of a case, in the reference's dtype; kept until another's, times or memory are measured."""
@@ -145,8 +139,7 @@ class HeadBench:
         self.forget()
         call, losses = self.call(case), []
         if not case.gradients:
-            with torch.no_grad():
-                return self.phases({"loss": call.loss}, queued)
+            return self.phases({"loss": call.loss}, queued)
         phases = {"forward": lambda: losses.append(call.loss()), "backward": lambda: call.backward(losses[0])}
         times, host = phases_ms(phases, self.device, self.lead if queued else None)
         return times | {"both": sum(times.values()), "host": host}
@@ -171,7 +164,7 @@ class HeadBench:
         self.result(case)
         call = self.call(case)
         inputs = storage_bytes(call.inputs)
-        with torch.set_grad_enabled(case.gradients), AllocatorTimeline(self.device, inputs) as forward:
+        with AllocatorTimeline(self.device, inputs) as forward:
             loss = call.loss()
         kept, peak = forward.points[-1][1] - forward.baseline, forward.peak - forward.baseline
         if case.gradients:
@@ -185,8 +178,7 @@ class HeadBench:
         """Tokens in a chunk of a case that sets `chunks`; the kernels of `fused` round up to whole tiles of rows."""
         tokens = -(-len(self.e) // case.settings["chunks"])
         if case.method == "fused" and kernels_run(self.e):
-            tile = TILES[device_of(self.device).kind, self.e.element_size()].m
-            tokens = -(-tokens // tile) * tile
+            tokens = up(tokens, TILES[device_of(self.device).kind, self.e.element_size()].m)
         return min(tokens, len(self.e))
 
     def attempt(self, variant: str, action: Callable[[], Any]) -> tuple[Any, str, str]:

@@ -128,29 +128,22 @@ def measure_variants(
     variant may take its turn. With `together=False` the variants run one after the other, for a device that cannot hold
     all of them at once.
     """
-    if not together:
-        for name, settings in variants.items():
-            measure_variants(factory, {name: settings}, protocol, records, phase=phase)
-        return
 
-    def turns(name: str, worker: Isolated) -> Iterator[None]:
+    def turns(name: str, settings: dict[str, Any]) -> Iterator[None]:
         state = "ok"
-        try:
-            worker.receive()
-            yield
-            yield from protocol(name, worker.call)
-        except VariantOutOfMemory:
-            state = "oom"
-        except UnavailableError:
-            state = "unavailable"
-        worker.close()
+        with closing(Isolated(factory, settings, wait=False)) as worker:
+            yield  # all are built at once: that mostly keeps a single core busy
+            try:
+                worker.receive()
+                yield
+                yield from protocol(name, worker.call)
+            except (VariantOutOfMemory, UnavailableError) as error:
+                state = "oom" if isinstance(error, VariantOutOfMemory) else "unavailable"
         records.status(name, state, phase)
 
     with progress(what=f"{phase}, {len(variants)} variants") as bar, ExitStack() as stack:
-        running = []
-        for name, settings in variants.items():  # all at once: building a model mostly keeps a single core busy
-            worker = stack.enter_context(closing(Isolated(factory, settings, wait=False)))
-            running.append(turns(name, worker))
-        while running:
-            running = [own for own in running if next(own, "end") is None]
-            bar.update()
+        every = [stack.enter_context(closing(turns(*variant))) for variant in variants.items()]
+        for running in [every] if together else [[own] for own in every]:
+            while running:
+                running = [own for own in running if next(own, "end") is None]
+                bar.update()

@@ -74,7 +74,6 @@ def environment() -> dict[str, str | int | float]:
     listed = Path("/proc/cpuinfo")
     text = listed.read_text(encoding="utf-8", errors="replace") if listed.exists() else ""
     cpu = re.search(r"^model name\s*: (.+)", text, re.M)
-    triton = {found.version for found in importlib.metadata.distributions(name="triton")}
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -84,7 +83,7 @@ def environment() -> dict[str, str | int | float]:
         "ram_gib": round(psutil.virtual_memory().total / GIB, 1),
         "t1lib": __version__,
         "torch": torch.__version__,
-        "triton": next(iter(triton), "not installed"),
+        "triton": next((d.version for d in importlib.metadata.distributions(name="triton")), "not installed"),
         "transformers": importlib.metadata.version("transformers"),
         "cuda": torch.version.cuda or "none",
     } | _gpu()
@@ -230,12 +229,11 @@ def recover(final: Path) -> None:
 
 
 def publish(staging: Path, final: Path) -> None:
-    """Replace `final` by the complete `staging` folder. Raises `T1Error` if another GPU measured what `final` holds, or
-    if a file there is held open (Windows)."""
+    """Replace `final` by the complete `staging` folder beside it. Raises `T1Error` if another GPU measured what `final`
+    holds, or if a file there is held open (Windows)."""
     recover(final)
     require_replaceable(final)
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
         if final.exists():
             os.replace(final, _aside(final))
         os.replace(staging, final)

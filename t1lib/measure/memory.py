@@ -55,14 +55,12 @@ class AllocatorTimeline:
             torch.cuda.synchronize(self.device)
             trace = torch.cuda.memory._snapshot()["device_traces"][self.device.index or 0]
             torch.cuda.memory._record_memory_history(enabled=None)
-            self._replay(((e["time_us"], e["action"], e["size"]) for e in trace), self._held)
+            events, reserved = [(e["time_us"], e["action"], e["size"]) for e in trace], self._held
         else:
             self._profile.__exit__(*exc)
-            events = [e for e in self._profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-            events.sort(key=lambda e: e.start_ns())
-            self._replay((e.start_ns() / 1e3, "alloc", e.nbytes()) for e in events)
-
-    def _replay(self, events: Iterable[tuple[float, str, int]], reserved: int | None = None) -> None:
+            found = [e for e in self._profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+            found.sort(key=lambda e: e.start_ns())
+            events, reserved = [(e.start_ns() / 1e3, "alloc", e.nbytes()) for e in found], None
         allocated = self.baseline
         self.points = [(0.0, allocated, reserved)]
         for time_us, action, size in events:

@@ -8,12 +8,12 @@ import gc
 import io
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
 from functools import partial
 from multiprocessing import connection
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -81,7 +81,6 @@ def measure_ranks(
                 workers.append(stack.enter_context(closing(Isolated(Rank, where, wait=False))))
             for worker in workers:
                 worker.receive()
-            for worker in workers:
                 worker.send("run", task=task, settings=settings | {"phase": phase})
             rows, printed = _result(workers, limit)
     except VariantOutOfMemory as error:
@@ -113,39 +112,30 @@ def _result(workers: list[Isolated], limit: float) -> Any:
     return result
 
 
-class Rank(NamedTuple):
-    """One of the processes, as it sees itself. kind: cpu or cuda; port: of the store on the loopback interface"""
+class Rank:
+    """One of the processes, as torchrun would have started it. kind: cpu or cuda; port: of the store on the loopback
+    interface. NCCL refuses two ranks of one host on one GPU: where they share one, each claims to be its own host."""
 
-    rank: int
-    ranks: int
-    kind: str
-    port: int
+    def __init__(self, rank: int, ranks: int, kind: str, port: int) -> None:
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "NCCL_NVLS_ENABLE": "0"}
+        if share_gpus(ranks, kind):
+            os.environ["NCCL_HOSTID"] = f"rank {rank}"
+        self.device = torch.device("cuda", rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
 
     def run(self, task: Callable[..., None], settings: dict[str, Any]) -> tuple[list[Row], str]:
-        """The rows that the task recorded and the text that it printed."""
-        torch.set_num_threads(max(1, torch.get_num_threads() // self.ranks))
-        records, printed = Records(), io.StringIO()
+        """The rows that the task recorded and the text that it printed, in the group of all ranks."""
+        records, printed, cuda = Records(), io.StringIO(), self.device.type == "cuda"
         with redirect_stdout(printed), redirect_stderr(io.StringIO()):  # every rank would give the same warnings
-            device = self._join()
-            task(records, device, **settings)
-            synchronize(device)  # a rank that ended before another's collectives have would make those fail
+            if cuda:
+                torch.cuda.set_device(self.device)
+            join(cuda)
+            task(records, self.device, **settings)
+            synchronize(self.device)  # a rank that ended before another's collectives have would make those fail
         return records.rows, printed.getvalue()
-
-    def _join(self) -> torch.device:
-        """Join the group of all ranks; returns this rank's device. NCCL refuses two ranks of one host on one GPU, so
-        where they share one, each claims to be a host of its own."""
-        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(self.rank))  # as torchrun does
-        os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.ranks))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
-        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "NCCL_NVLS_ENABLE": "0"}
-        if share_gpus(self.ranks, self.kind):
-            os.environ["NCCL_HOSTID"] = f"rank {self.rank}"
-        device = torch.device(self.kind)
-        if self.kind == "cuda":
-            device = torch.device("cuda", self.rank % torch.cuda.device_count())
-            torch.cuda.set_device(device)
-        join(self.kind == "cuda")
-        return device
 
 
 class Share(HeadBench):
@@ -156,17 +146,14 @@ class Share(HeadBench):
         super().__init__(**given)
         # Lead-ins end in a collective, so that no rank's device continues before all have reached it.
         self.lead.last = partial(dist.all_reduce, torch.ones(1, device=self.device), dist.ReduceOp.MAX)
-        self.group: dist.ProcessGroup | None = None
         kept, rank, ranks = self.reference(Case("full")), dist.get_rank(), dist.get_world_size()
         kept["dW"] = kept["dW"].tensor_split(ranks)[rank].clone()
         self.w = self.w.tensor_split(ranks)[rank].clone()  # the first ranks may have one row more
         self.group = dist.group.WORLD if ranks > 1 else None
+        if self.group is not None:
+            of_shards = partial(sharded.linear_cross_entropy, group=self.group)
+            self._function = lambda head, **settings: partial(of_shards, head=head, **settings)
         free_cached()  # the reference's memory, for the heads
-
-    def function(self, case: Case) -> Callable[..., Any]:
-        if self.group is None:
-            return super().function(case)
-        return partial(sharded.linear_cross_entropy, head=case.method, group=self.group, **case.settings)
 
     def attempt(self, variant: str, action: Callable[[], Any]) -> tuple[Any, str, str]:
         """The largest values of any rank. Where there are several, an error ends this one, and then the others, which
@@ -174,22 +161,21 @@ class Share(HeadBench):
         found, status, why = super().attempt(variant, action) if self.group is None else (action(), "ok", "")
         return (across(found), ran(self.device), why) if status == "ok" else (found, status, why)
 
+    def collectives(self, case: Case) -> list[partial[Any]]:
+        """The collectives that a head starts on this rank, in order: calls on tensors of their own, for replay without
+        the computation between. The last tensor of each is the input."""
+        calls: list[partial[Any]] = []
 
-@contextmanager
-def overheard() -> Iterator[list[partial[Any]]]:
-    """The collectives that the vocabulary-parallel heads start on this rank inside the `with` block, in order: calls on
-    tensors of their own, for replay without the computation between. The last tensor of each is the input."""
-    calls: list[partial[Any]] = []
+        def noted(function: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
+            own = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+            calls.append(partial(function, *own, group=group))  # each is awaited
+            return function(*tensors, group=group, **options)
 
-    def noted(function: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
-        own = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-        calls.append(partial(function, *own, group=group))  # each is awaited
-        return function(*tensors, group=group, **options)
-
-    # as `t1lib.heads.parallel` names them
-    gather, reduce = partial(noted, sharded.all_gather), partial(noted, dist.all_reduce)
-    with patch.object(sharded, "all_gather", gather), patch.object(dist, "all_reduce", reduce):
-        yield calls
+        # as `t1lib.heads.parallel` names them
+        gather, reduce = partial(noted, sharded.all_gather), partial(noted, dist.all_reduce)
+        with patch.object(sharded, "all_gather", gather), patch.object(dist, "all_reduce", reduce):
+            self.result(case)
+        return calls
 
 
 def measure_head(
@@ -226,8 +212,7 @@ def measure_head(
         records.put(head, phase, {f"{name}_mib": value / MIB for name, value in across(parts).items()})
         runners[head, phase] = partial(bench.times, case)
         if bench.group is not None:
-            with overheard() as collectives:
-                bench.result(case)
+            collectives = bench.collectives(case)
             sent = sum(call.args[-1].nbytes for call in collectives)
             records.put(head, phase, {"collectives": len(collectives), "exchanged_mib": sent / MIB})
             alone = {"collectives": lambda calls=collectives: [call() for call in calls]}

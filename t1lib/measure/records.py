@@ -143,13 +143,10 @@ def format_number(value: Any) -> str:
         return str(value)
     if not math.isfinite(value):
         return "n/a"
-    rounded = float(f"{value:.3g}")  # round before counting digits: 9.999 becomes 10.0
-    exponent = math.floor(math.log10(abs(rounded))) if value else 3
-    if not isinstance(value, int) and not -4 < exponent < 7:
-        return f"{value:.2e}"
-    if not isinstance(value, int) and exponent < 3:
-        return f"{value:.{2 - exponent}f}"
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.0f}"  # four digits are readable without a separator
+    rounded = abs(float(f"{value:.3g}"))  # 9.996 has as many digits as 10.0
+    if isinstance(value, int) or rounded == 0 or 1000 <= rounded < 1e7:
+        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.0f}"  # four digits are readable as they are
+    return f"{value:#.3g}".rstrip(".") if 1e-3 <= rounded < 1000 else f"{value:.2e}"
 
 
 _NUMBER = re.compile(r"(-?[\d,]+(?:\.\d+)?)(?:e([+-]?\d+))?")

@@ -73,11 +73,6 @@ class TrainSession:
         self._batches = [torch.randint(vocabulary, (batch, seq), generator=generator) for _ in range(self._count)]
         torch.cuda.empty_cache()  # what comes after does not own leftovers of what came before
 
-    @property
-    def batch(self) -> dict[str, torch.Tensor]:
-        """The next step's batch."""
-        return {"input_ids": self._batches[self.trainer.steps % self._count]}
-
     def warm_up(self, steps: int) -> list[float]:
         """Train without measuring, then reset the memory peaks. Returns the losses."""
         losses = [self.step()["loss"] for _ in range(steps)]
@@ -89,7 +84,7 @@ class TrainSession:
 
     def step(self) -> dict[str, float]:
         """One clean step: its loss, its time and those of its phases (ms)."""
-        record = self.trainer.step(self.batch)
+        record = self.trainer.step({"input_ids": self._batches[self.trainer.steps % self._count]})
         phases = {f"{name}_ms": ms for name, ms in record.phases.items()}
         return {"loss": record.loss, "wall_ms": record.wall_ms} | phases
 
@@ -143,7 +138,7 @@ class TrainSession:
         host; at rates measured on the spot."""
         self._settle()
         cuda, dtype = self.device.type == "cuda", next(self.trainer.model.parameters()).dtype
-        parts, tokens = self.trainer.parts, self.batch["input_ids"].numel()
+        parts, tokens = self.trainer.parts, self._batches[0].numel()
         head = parts.head.weight.numel() if self.trainer.loss == "cross_entropy" else 0
         flops = 6.0 * tokens * (sum(p.numel() for p in parts.layers.parameters()) + head)
         found = {"compute_floor_ms": flops / measure_product(self.device, dtype, 8192 if cuda else 256) * 1e3}

@@ -3,7 +3,8 @@
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
@@ -22,15 +23,12 @@ class LeadIn:
     CPU, where calls return when work is done."""
 
     def __init__(self, device: torch.device, ms: float = 100.0) -> None:
-        self._count = 0
+        self._product, self._count = None, 0
         self.last: Callable[[], object] = lambda: None  # queued behind that work
         if device.type == "cuda":
-            self._a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
-            self._out = torch.empty_like(self._a)
+            a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+            self._product = partial(torch.mm, a, a, out=torch.empty_like(a))
             self._count = max(1, round(ms / median_ms(self._product, device)))
-
-    def _product(self) -> None:
-        torch.mm(self._a, self._a, out=self._out)
 
     def queue(self) -> None:
         """Queue the work; returns without waiting."""
@@ -60,12 +58,11 @@ def median_ms(function: Callable[[], object], device: torch.device, repeats: int
     return median([phases_ms({"": function}, device)[0][""] for _ in range(warmup + repeats)][warmup:])
 
 
-def rounds(things: Sequence[T], number: int) -> Iterator[list[T]]:
+def rounds(things: Sequence[T], number: int) -> list[list[T]]:
     """`number` rounds in which each of `things` has one turn, in a new random order per round (fixed seed): clock drift
     affects all of them alike, and so does whatever ran just before, which on an H200 can be worth several per cent."""
     draw = random.Random(0)
-    for _ in range(number):
-        yield draw.sample(things, len(things))
+    return [draw.sample(things, len(things)) for _ in range(number)]
 
 
 def progress(items: Iterable[Any] | None = None, what: str = "", total: int | None = None) -> tqdm:

@@ -269,7 +269,7 @@ class Schedule:
 
     def _update_on_host(self, layer: HostLayer, given: Update, trace: NoTrace) -> None:
         """On the update thread, once the gradients have arrived."""
-        with trace.host_span("update", "update", layer.index):
+        with trace.span("update", "update", layer.index, host=True):
             for at, rule, count in given.spans:
                 state = {key: flat[at] for key, flat in layer.state.items()}
                 update([layer.flat[at]], [given.grads[at]], [state], rule, count, given.scale, self._scratch)

@@ -23,7 +23,7 @@ def test_spans_are_ordered_by_start_whatever_ends_first_and_whoever_adds_them():
     trace = Trace(CPU)
 
     def copy():
-        with trace.host_span("in", "weights", 0):
+        with trace.span("in", "weights", 0, host=True):
             time.sleep(0.002)
 
     trace.begin("compute", "backward", 1)
@@ -31,8 +31,8 @@ def test_spans_are_ordered_by_start_whatever_ends_first_and_whoever_adds_them():
     thread.start()
     thread.join()
     trace.end("compute", "backward", 1)
-    for span in (trace.span, trace.host_span):  # recorded though an exception left it
-        with pytest.raises(RuntimeError), span("compute", "recompute", 2):
+    for host in (False, True):  # recorded though an exception left it
+        with pytest.raises(RuntimeError), trace.span("compute", "recompute", 2, host=host):
             raise RuntimeError
     outer, inner, *left = trace.spans()
     assert [span.phase for span in left] == ["recompute"] * 2
