@@ -182,14 +182,14 @@ def forward_op(*call):
         if early and tail and len(o.e) and fused_launch.aligned(o.w):
             from t1lib.heads import fused_tail
 
-            done, gradients = fused_tail.gradients(o)
+            done = fused_tail.early(o)
         else:
-            done, gradients = fused_run.early(o) if early else (fused_run.loss_only(o), (None, None, None))
+            done = fused_run.early(o) if early else fused_run.loss_only(o)
         loss, stats = done.results(return_stats)
         # operators return no views
         stats = [x.clone() for x in stats] if return_stats else [tensors.input.new_empty(0) for _ in range(3)]
         saved = done.number > 0 if early else torch.stack([done.fields["offset"], done.fields["log_total"]])
-    return loss, *stats, saved, *_filled(tensors, gradients)
+        return loss, *stats, saved, *_filled(tensors, done.gradients())
 
 
 @forward_op.register_fake

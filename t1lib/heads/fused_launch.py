@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from triton import next_power_of_2
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -45,7 +46,9 @@ class Pass:
     number      () int32: how many tokens count
     row         (fields, N) float32: what is known of each token, in order; `fields` are its rows by name
     memory      the plan's buffers by name (`fused_plan.layout`)
-    dw, db      gradients to be filled, (V, D) and (V) float32
+    out, dw, db gradients to be filled, (N, D), (V, D) and (V) float32, or None. Rows of `out` are summed over shards in
+                float32 while the next chunk computes. Under sequence parallelism it holds only this process's tokens,
+                but the rows of a chunk may be of any
     known       what kernels may ask for, by the names of their arguments: whatever a launch does not give itself"""
 
     splits_from = 1  # parts of the vocabulary, see `splits_of`
@@ -54,7 +57,7 @@ class Pass:
         self, o: Operands, kind: str, upstream: Tensor | None = None, own: tuple[Plan, dict[str, Buffer]] | None = None
     ) -> None:  # fmt: skip
         """upstream: dL / d(loss), None for 1. own: a plan and its buffers instead of those for passes of this `kind`"""
-        _, dw, db = o.needs if kind != "loss" else (False,) * 3
+        de, dw, db = o.needs if kind != "loss" else (False,) * 3
         self.o, self.opts, device = o, o.opts, o.e.device
         self.plan, layout = own or o.plan(kind)
         self.dw = torch.empty(o.w.shape, dtype=o.dw_dtype, device=device) if dw else None
@@ -78,6 +81,9 @@ class Pass:
             PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
         )  # fmt: skip
         self._put_in_order(kind == "early" and (dw or db), upstream)
+        tokens, spare = o.opts.shape.numel(), s.shards is not None  # a last row for those not of this process's tokens
+        self._rows, self._pending = o.e.new_empty(tokens + spare, self.hidden) if de else None, None
+        self.out = self._rows[:tokens] if de else None  # not 0: every token is in a chunk
 
     def _put_in_order(self, by_target: bool, upstream: Tensor | None) -> None:
         """Sort the tokens, those that count first, and fill what is known of each before there is a logit.
@@ -130,6 +136,31 @@ class Pass:
             self.splits = splits_of(height // t.m, tiles, self.o.device.units, self.splits_from)
             self.launch(rows.pack, height)
             yield
+            if self.out is not None:
+                self._add_rows()
+
+    def _add_rows(self) -> None:
+        """Write dE's rows of the chunk at hand: to its tokens' own, under a group in order to a buffer to be summed."""
+        self._place_rows()
+        out, shards, number = self.out, self.opts.settings.shards, len(self.out)
+        if shards is not None:
+            out = self.memory["rows"][0, : self.size * self.hidden].view(self.size, self.hidden)
+        self.launch(rows.finish_input_gradient, self.size, ceil(self.hidden, BLOCK), out=out, out_stride=out.stride(0))
+        if shards is not None:
+            place = self.order[self.start : self.start + self.size] - shards.rank * number * shards.sequence
+            place = torch.where((place >= 0) & (place < number), place, number)
+            self._pending = dist.all_reduce(out, group=shards.group, async_op=True), out, place
+
+    def _place_rows(self) -> None:
+        if self._pending is not None:
+            (work, sums, place), self._pending = self._pending, None
+            work.wait()
+            self._rows.index_copy_(0, place, sums.to(self._rows.dtype))
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """dE, dW and dBias, after all chunks; None where not wanted."""
+        self._place_rows()
+        return self.out, self.dw, self.db
 
     def find_frequent(self, even_sum: Tensor | None = None) -> None:
         """Once: where each target's tokens end (`segment_end`), and the most frequent targets. Their rows of dW add up

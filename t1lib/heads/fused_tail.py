@@ -12,7 +12,7 @@ from triton import next_power_of_2
 from t1lib.heads.fused import Operands
 from t1lib.heads.fused_launch import STAGES, Pass, boxes, sum_rows
 from t1lib.heads.fused_plan import DEFAULT_WORKSPACE, FREQUENT, SLACK, TOKEN_BYTES, Buffer, Plan, Shape, ceil, up
-from t1lib.heads.fused_run import Gradients, InputGradient, targets
+from t1lib.heads.fused_run import targets
 from t1lib.heads.kernels import large, rows, tail
 from t1lib.heads.kernels.large import SLOTS
 from t1lib.heads.options import need_workspace
@@ -165,25 +165,22 @@ class Tail(Pass):
         self.db += out.view(-1, 2, 2, 2, 2).permute(0, 3, 1, 2, 4).reshape(-1)[: self.opts.vocab]
 
 
-def gradients(o: Operands) -> tuple[Tail, Gradients]:
+def early(o: Operands) -> Tail:
     """As `fused_run.early`."""
     c = Tail(o)
     targets(c)
-    de = InputGradient(c) if o.needs[0] else None
     for _ in c.each(BLOCK):
         c.exponentials()
         c.find_frequent()
-        if de is not None:
+        if c.out is not None:
             c.input_gradient()
         if c.dw is not None:
             c.weight_gradient()
         if c.db is not None:
             c.add_bias()
         c.large_entries()
-        if de is not None:
-            de.add()
     c.add_targets()
-    return c, (None if de is None else de.finish(), c.dw, c.db)
+    return c
 
 
 def gain_of(top: Tensor) -> Tensor:
