@@ -66,8 +66,8 @@ def early(o: Operands) -> Pass:
     targets(c)
     if opts.settings.label_smoothing:  # for dE: Σ_v c_v w_v; for dW: Σ_n E_n e_n
         even = opts.factors(1.0)[3]
-        c.known["even_vector"], even_sum = _sum_of_all(o.w, opts.local_class_weight), _sum_of_all(o.e, even)
-    z = c.memory["z"][:, : opts.vocab]
+        c.even_vector, even_sum = _sum_of_all(o.w, opts.local_class_weight), _sum_of_all(o.e, even)
+    z = c.z[:, : opts.vocab]
     for _ in c.each():
         statistics(c, z)
         c.find_frequent(even_sum)  # now that the device is busy
@@ -99,7 +99,7 @@ def late(o: Operands, lse: Tensor, upstream: Tensor) -> tuple[Tensor | None, ...
         c.fields["softmax"] += 2.0 * z_loss * LN2.value * (lse[0] + lse[1]) * c.fields["token"]
     for _ in c.each():
         for first in range(0, vocab, c.plan.columns):
-            z = c.memory["z"][:, : min(c.plan.columns, vocab - first)]
+            z = c.z[:, : min(c.plan.columns, vocab - first)]
             c.logits(z, first, gradient=True)
             c.products(z, first)
             c.add_bias(z, first)

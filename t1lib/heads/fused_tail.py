@@ -94,8 +94,7 @@ class Tail(Pass):
     def __init__(self, o: Operands) -> None:
         found = plan(o.shape, o.opts.settings.workspace, o.device.units)
         super().__init__(o, "early", own=(found, layout(o.shape, found)))
-        self.z = self.memory["z"].view(torch.float8_e4m3fn)
-        self.known |= dict(width=self.z.shape[1], columns=None)
+        self.e4m3, self.width, self.columns = self.z.view(torch.float8_e4m3fn), self.z.shape[1], None
         self.gain_w = gain_of(torch.linalg.vector_norm(o.w, torch.inf)) if o.needs[0] else None
 
     def offsets(self, splits: int, every: int) -> None:
@@ -107,20 +106,20 @@ class Tail(Pass):
         every = max(1, min(SAMPLE, self.opts.vocab // 1024))  # a guess from some of the columns
         self.logits(None, every=every)
         self.offsets(min(self.splits, ceil(ceil(self.opts.vocab, every), self.tiles.n)), every)
-        self.memory["flag"].zero_()
-        self.logits(self.z)
+        self.flag.zero_()
+        self.logits(self.e4m3)
         self.launch(large.find, self.size, TILES=8, REDO=False)
         for _ in range(2):  # rows whose offset was wrong: after an overflow it is only near the right one
             self.offsets(self.splits, 0)
-            self.logits(self.z, redo=True)
+            self.logits(self.e4m3, redo=True)
             self.launch(large.find, self.size, TILES=8, REDO=True)
-            self.memory["flag"].zero_()
+            self.flag.zero_()
         self.launch(rows.finish_rows, self.size, splits=self.splits, SPLITS=next_power_of_2(self.splits))
         # −1 stays −1
-        self.launch(rows.scale_rows, self.size, packed_target=tail.place_of.fn(self.memory["packed_target"]))
+        self.launch(rows.scale_rows, self.size, packed_target=tail.place_of.fn(self.packed_target))
 
     def input_gradient(self) -> None:
-        w8, hidden, vocab = self.memory["w8"], self.hidden, self.opts.vocab
+        w8, hidden, vocab = self.w8, self.hidden, self.opts.vocab
         for first in range(0, vocab, len(w8)):
             count = min(len(w8), vocab - first)
             if self.start == 0 or len(w8) < vocab:
@@ -128,18 +127,18 @@ class Tail(Pass):
                 given = dict(gain=self.gain_w, first=first, count=up(count, 16), HEIGHT=32, BLOCK=128)
                 self.launch(tail.narrow_weight, *grid, **given, num_warps=4)
             self.products(
-                w8[: up(count, 16)], self.z, self.memory["de"], self.gain_w, first=first, columns=count,
+                w8[: up(count, 16)], self.e4m3, self.de, self.gain_w, first=first, columns=count,
                 height=self.plan.capacity, BY_ROW=True, ADD=first > 0, parts=self.plan.parts,
             )  # fmt: skip
 
     def weight_gradient(self) -> None:
-        x8, scale = self.memory["x8"], self.fields["scale"][self.start : self.start + self.size]
+        x8, scale = self.x8, self.fields["scale"][self.start : self.start + self.size]
         top = torch.linalg.vector_norm(self.x[: self.size], torch.inf, dim=1)
         gain = gain_of((top * scale).abs().amax())
         grid = ceil(self.plan.capacity, 64), ceil(len(x8), 64)
         self.launch(tail.narrow_hidden, *grid, gain=gain, M=64, BLOCK=64, num_warps=4)
         self.products(
-            self.memory["z"], x8.view(torch.float8_e4m3fn), self.dw, gain, first=0, columns=0,
+            self.z, x8.view(torch.float8_e4m3fn), self.dw, gain, first=0, columns=0,
             height=self.opts.vocab, BY_ROW=False, ADD=self.start > 0, parts=1,
         )  # fmt: skip
 
@@ -149,19 +148,19 @@ class Tail(Pass):
         self.launch(tail.products, self.o.device.units, S=STAGES, num_warps=4, **given)
 
     def large_entries(self) -> None:
-        size, found = self.size, self.memory["large"]
-        self.memory["count"].bitwise_and_(large.OVER.value - 1)  # too many are left in rows that are not numbers
+        size, found = self.size, self.large
+        self.count.bitwise_and_(large.OVER.value - 1)  # too many are left in rows that are not numbers
         self.launch(large.row_terms, size, BLOCK=next_power_of_2(self.hidden), num_warps=4)
         if self.dw is not None or self.db is not None:
             classes, order = torch.sort(found[:size].view(-1), stable=True)
-            entries = self.memory["count"][0, :size].sum()
+            entries = self.count[0, :size].sum()
             given = dict(classes=classes, order=order, entries=entries, HEIGHT=16, MORE=32, BLOCK=64)
             self.launch(large.class_terms, 64 * self.o.device.units, **given, num_warps=2)
 
     def add_bias(self) -> None:
-        width = self.memory["z"].shape[1]
+        width = self.z.shape[1]
         out = torch.zeros(1, width, dtype=torch.float32, device=self.z.device)
-        sum_rows(out, self.z, self.number, self.start, self.size, self.fields["scale"][self.start :])
+        sum_rows(out, self.e4m3, self.number, self.start, self.size, self.fields["scale"][self.start :])
         self.db += out.view(-1, 2, 2, 2, 2).permute(0, 3, 1, 2, 4).reshape(-1)[: self.opts.vocab]
 
 
