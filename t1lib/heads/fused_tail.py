@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
+from t1lib.heads import fused_plan
 from t1lib.heads.fused import Operands
 from t1lib.heads.fused_launch import STAGES, Pass, boxes, sum_rows
 from t1lib.heads.fused_plan import DEFAULT_WORKSPACE, FREQUENT, SLACK, TOKEN_BYTES, Buffer, Plan, Shape, ceil, up
@@ -30,9 +31,8 @@ LARGE_BYTES = 32 * SLOTS.value  # per row: a sort's keys, order, and copies of b
 
 def layout(shape: Shape, plan: Plan) -> dict[str, Buffer]:
     """The buffers of a plan; `plan.columns`: classes whose rows of the weight are in FP8 at a time."""
-    high, hidden, byte, narrow = plan.capacity, shape.hidden, torch.uint8, shape.compute
-    found = {"x": Buffer(high, hidden, narrow), "sums": Buffer(3 * plan.splits, high)}
-    found |= {"packed_target": Buffer(1, high, torch.int32), "flag": Buffer(1, high, torch.int32)}
+    high, hidden, byte = plan.capacity, shape.hidden, torch.uint8
+    found = fused_plan.layout(shape, plan._replace(columns=0), early=False)  # those of any pass
     found |= {"z": Buffer(high, up(shape.vocab, 16), byte), "large": Buffer(high, SLOTS.value, torch.int32)}
     found |= {"marks": Buffer(1, high * ceil(up(shape.vocab, 16), 256), torch.int8)}
     found |= {"excess": Buffer(high, SLOTS.value), "count": Buffer(1, high, torch.int32)}
@@ -50,9 +50,8 @@ def plan(shape: Shape, workspace: int | None, units: int) -> Plan:
     if none fits."""
     default = DEFAULT_WORKSPACE + TOKEN_BYTES * shape.tokens + shape.copies
     budget, blocks = default if workspace is None else workspace, max(ceil(shape.tokens, BLOCK), 1)
-    fit, counts = [], 0
+    fit = []
     for capacity in sorted({ceil(blocks, n) * BLOCK for n in range(1, blocks + 1)}, reverse=True):
-        before = len(fit)
         for ranges in range(1, RANGES + 1 if shape.de else 2):
             for parts in range(1, PARTS + 1 if shape.de else 2):
                 columns = up(ceil(shape.vocab, ranges), 128)
@@ -60,8 +59,7 @@ def plan(shape: Shape, workspace: int | None, units: int) -> Plan:
                 if bytes_needed(shape, found) > budget:
                     break
                 fit.append((cost(shape, found, ranges, units), found))
-        counts += len(fit) > before
-        if counts == 3:
+        if len({found.capacity for _, found in fit}) == 3:
             break
     if not fit:
         least = Plan(BLOCK, blocks, up(ceil(shape.vocab, RANGES), 128), SPLITS)
