@@ -202,9 +202,8 @@ class Pass:
         given |= dict(splits=splits, FLAGS=flags)
         grid = o.device.units if gradient else ceil(self.size, t.m) * splits
         if hopper is not None and self.tma and aligned(w) and w.element_size() == 2:
-            operands = dict(x=boxes(x, 64), w=boxes(w, t.n), z=boxes(z, 64))
-            marks = None if z is None else self.marks
-            self.launch(hopper.logits, grid, **operands, marks=marks, **given, S=STAGES, num_warps=4)
+            out = dict(z=None, marks=None) if z is None else dict(z=boxes(z, 64))
+            self.launch(hopper.logits, grid, x=boxes(x, 64), w=boxes(w, t.n), **out, **given, S=STAGES, num_warps=4)
         else:
             tiles = dict(x=self._tile(x, t.m, t.k), w=self._tile(w, t.n, t.k), z=self._tile(z, t.m, t.n))
             self.launch(logits.logits, grid, **tiles, **given, num_warps=t.warps, num_stages=t.stages)
@@ -258,9 +257,7 @@ def aligned(matrix: Tensor) -> bool:
     return matrix.stride(1) == 1 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
 
 
-def boxes(matrix: Tensor | None, height: int, across: int = 128) -> Any:
+def boxes(matrix: Tensor, height: int, across: int = 128) -> Any:
     """A descriptor of boxes of so many rows and so many bytes of columns, as `hopper` and `tail` take them."""
-    if matrix is None:
-        return None
     size = matrix.element_size()
     return Boxes.from_tensor(matrix, [height, across // size], NVMMASharedLayout(across, 8 * size, 2))

@@ -12,7 +12,7 @@ from t1lib.heads.fused_launch import Pass, sum_rows
 from t1lib.heads.fused_plan import ceil, up
 from t1lib.heads.kernels import logits, rows
 from t1lib.heads.kernels.logits import LEAD, NEVER
-from t1lib.heads.kernels.tiles import LN2
+from t1lib.heads.kernels.tiles import LN2, LOG_TOTAL, OFFSET
 
 
 def targets(c: Pass) -> None:
@@ -93,8 +93,7 @@ def late(o: Operands, lse: Tensor, upstream: Tensor) -> tuple[Tensor | None, ...
     log_total of the tokens, in order, as `loss_only` left them."""
     c = Pass(o, "late", upstream)
     vocab, z_loss = o.opts.vocab, o.opts.settings.z_loss
-    c.fields["offset"].copy_(lse[0])
-    c.fields["log_total"].copy_(lse[1])
+    c.row[OFFSET.value : LOG_TOTAL.value + 1].copy_(lse)
     if z_loss:
         c.fields["softmax"] += 2.0 * z_loss * LN2.value * (lse[0] + lse[1]) * c.fields["token"]
     for _ in c.each():
