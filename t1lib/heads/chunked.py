@@ -178,12 +178,6 @@ def _parts(columns: int) -> list[slice]:
     return [part for part in (slice(0, whole), slice(whole, columns)) if part.start < part.stop]
 
 
-def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    if a.dtype == dtype:
-        return a @ b
-    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
-
-
 def _local(target: Tensor, columns: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(N, 1) each: the target's index within these columns, clamped to them; 1.0 if it lies among them, else 0.0."""
     index, last = (target - columns.start)[:, None], columns.stop - columns.start - 1
@@ -230,7 +224,8 @@ def _in_blocks(
             else:
                 torch.mm(dz, w, out=de[at])
         elif de is not None:  # rounding the product to 16 bits would lose what the float32 sum keeps
-            de[at].add_(_wide_product(dz, w[columns], wide))
+            narrow, part = e.is_cuda and e.dtype != wide, w[columns]
+            de[at].add_(torch.mm(dz, part, out_dtype=wide) if narrow else dz.to(wide) @ part.to(wide))
             if shards is not None:
                 sums.append(dist.all_reduce(de[at], group=shards.group, async_op=True))
         if db is not None:
