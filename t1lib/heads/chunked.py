@@ -47,6 +47,7 @@ def chunked(
     choose("by", by, ("sequence", "vocabulary"))
     options.check_chunks(chunks, opts.settings)
     require(opts.settings.filter_eps is None, "head 'chunked' has no filter_eps; heads that take it: full, fused")
+    opts.local_target = opts.target - opts.first if opts.first else opts.target  # as rows of this process's weight
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (e, w, b))
     workspace, length = opts.settings.workspace, len(opts.target) if by == "sequence" else opts.vocab
     size = DEFAULT_COLUMNS if by == "vocabulary" and chunks is None else -(-length // (chunks or DEFAULT_CHUNKS))
