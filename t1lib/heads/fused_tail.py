@@ -156,8 +156,7 @@ class Tail(Pass):
             self.launch(large.class_terms, 64 * self.o.device.units, **given, num_warps=2)
 
     def add_bias(self) -> None:
-        width = self.z.shape[1]
-        out = torch.zeros(1, width, dtype=torch.float32, device=self.z.device)
+        out = torch.zeros(1, self.width, dtype=torch.float32, device=self.z.device)
         sum_rows(out, self.e4m3, self.number, self.start, self.size, self.fields["scale"][self.start :])
         self.db += out.view(-1, 2, 2, 2, 2).permute(0, 3, 1, 2, 4).reshape(-1)[: self.opts.vocab]
 
