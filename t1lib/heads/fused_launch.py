@@ -61,7 +61,8 @@ class Pass:
         de, dw, db = o.needs if kind != "loss" else (False,) * 3
         self.o, self.opts, s, device = o, o.opts, o.opts.settings, o.e.device
         self.plan, layout = own or o.plan(kind)
-        self.dw = torch.empty(o.w.shape, dtype=o.dw_dtype, device=device) if dw else None
+        make = torch.empty if len(o.e) else torch.zeros  # the first chunk writes all of dW
+        self.dw = make(o.w.shape, dtype=o.dw_dtype, device=device) if dw else None
         self.db = torch.zeros(o.opts.vocab, dtype=torch.float32, device=device) if db else None
         self.tiles, self.tma = TILES[o.device.kind, o.w.element_size()], o.device.kind == "hopper"
         missing = "z", "marks", "de", "frequent_sums", "frequent", "frequent_number", "slot", "even_vector"

@@ -58,10 +58,6 @@ def _sum_of_all(x: Tensor, factor: Tensor | None) -> Tensor:
 
 def early(o: Operands) -> Pass:
     """Statistics, and gradients for an upstream gradient of 1, one chunk of tokens after another: three products."""
-    if not len(o.e):  # only a compiled call and one under a group get here without tokens
-        c, pairs = loss_only(o), zip((o.e, o.w, o.b), o.needs, strict=True)
-        c.out, c.dw, c.db = (torch.zeros_like(x) if needed else None for x, needed in pairs)
-        return c
     c, opts, even_sum = Pass(o, "early"), o.opts, None
     targets(c)
     if opts.settings.label_smoothing:  # for dE: Σ_v c_v w_v; for dW: Σ_n E_n e_n
