@@ -106,13 +106,11 @@ class Pass:
         if self.o.check:
             check_range(opts, in_range)
         self.key, self.order = torch.sort(self.key, stable=True)
-        given = dict(upstream=upstream, upstream_stride=0, first=opts.first)
-        if s.reduction == "none" and upstream is not None:
-            upstream = opts.tokens(upstream.flatten())
-            given |= dict(upstream=upstream, upstream_stride=upstream.stride(0))
-        if s.reduction != "mean":
-            given["denominator"] = None
-        self.launch(rows.fill_rows, ceil(size, BLOCK), **given)
+        each = upstream is not None and s.reduction == "none"
+        upstream = opts.tokens(upstream.flatten()) if each else upstream
+        denominator = opts.denominator if s.reduction == "mean" else None
+        given = dict(upstream=upstream, upstream_stride=upstream.stride(0) if each else 0, denominator=denominator)
+        self.launch(rows.fill_rows, ceil(size, BLOCK), first=opts.first, **given)
 
     def results(self, stats: bool) -> tuple[Tensor, HeadStats | None]:
         """The loss as the call returns it, and its statistics, if `stats`."""
