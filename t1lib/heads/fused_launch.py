@@ -74,11 +74,10 @@ class Pass:
             e=o.e, e_row=o.e.stride(0), e_column=o.e.stride(1), bias=o.b, class_weight=o.opts.local_class_weight,
             tokens=len(o.opts.target), start=0, beyond=beyond, capacity=self.plan.capacity, hidden=o.shape.hidden,
             above=x_rows - self.plan.capacity,  # rows of scaled copies; the packed hidden states come below them
-            vocab=o.opts.vocab, x_rows=x_rows, parts=self.plan.parts,
-            softcap=s.softcap, z_loss=s.z_loss or None, filter_eps=s.filter_eps,
-            M=self.tiles.m, N=self.tiles.n, K=self.tiles.k, BLOCK=BLOCK, EVEN_SHARE=bool(s.label_smoothing),
-            SCALED=kind == "early", PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= LARGE,
-            PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
+            vocab=o.opts.vocab, x_rows=x_rows, parts=self.plan.parts, softcap=s.softcap, z_loss=s.z_loss or None,
+            filter_eps=s.filter_eps, M=self.tiles.m, N=self.tiles.n, K=self.tiles.k, SCALED=kind == "early",
+            EVEN_SHARE=bool(s.label_smoothing), PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= LARGE,
+            BLOCK=BLOCK, PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
         )  # fmt: skip
         self._put_in_order(kind == "early" and (dw or db), upstream)
         tokens, spare = o.opts.shape.numel(), s.shards is not None  # a last row for those not of this process's tokens
@@ -96,10 +95,9 @@ class Pass:
         smooth = s.label_smoothing or None
         self.known.update(
             token_target=opts.target, token_weight=opts.token_weight, whole_class_weight=opts.class_weight,
-            classes=opts.classes, smooth=smooth,
+            classes=opts.classes, smooth=smooth, target=new(size, dtype=torch.int32),
             class_sum=opts.class_sum if smooth and opts.class_weight is not None else None,
             ignore_index=s.ignore_index, in_range=in_range.view(torch.int8), denominator=opts.denominator,
-            target=new(size, dtype=torch.int32),
             key=new(size, dtype=torch.int32 if by_target else torch.uint8),  # sorted in four passes, or in one
         )  # fmt: skip
         self.launch(rows.sort_keys, 1, BY_TARGET=by_target, BLOCK=8192, num_warps=16)
