@@ -49,7 +49,7 @@ class Pass:
     out, dw, db gradients to be filled, (N, D), (V, D) and (V) float32, or None. Rows of `out` are summed over shards in
                 float32 while the next chunk computes. Under sequence parallelism it holds only this process's tokens,
                 but the rows of a chunk may be of any
-    known       the attributes by name: kernels get those that their arguments are called, but what a launch gives"""
+    known       all attributes by name: a kernel gets those named as its arguments, unless a launch gives them itself"""
 
     known = property(vars)
     splits_from = 1  # parts of the vocabulary, see `splits_of`
