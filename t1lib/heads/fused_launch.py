@@ -58,7 +58,7 @@ class Pass:
         self, o: Operands, kind: str, upstream: Tensor | None = None, own: tuple[Plan, dict[str, Buffer]] | None = None
     ) -> None:  # fmt: skip
         """upstream: dL / d(loss), None for 1. own: a plan and its buffers instead of those for passes of this `kind`"""
-        de, dw, db = o.needs if kind != "loss" else (False,) * 3
+        _, dw, db = o.needs if kind != "loss" else (False,) * 3
         self.o, self.opts, s, device = o, o.opts, o.opts.settings, o.e.device
         self.plan, layout = own or o.plan(kind)
         make = torch.empty if len(o.e) else torch.zeros  # the first chunk writes all of dW
@@ -80,9 +80,6 @@ class Pass:
             BLOCK=BLOCK, PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
         )  # fmt: skip
         self._put_in_order(kind == "early" and (dw or db), upstream)
-        tokens, spare = o.opts.shape.numel(), s.shards is not None  # a last row for those not of this process's tokens
-        self._rows, self._pending = o.e.new_empty(tokens + spare, self.hidden) if de else None, None
-        self.out = self._rows[:tokens] if de else None  # not 0: every token is in a chunk
 
     def _put_in_order(self, by_target: bool, upstream: Tensor | None) -> None:
         """Sort the tokens, those that count first, and fill what is known of each before there is a logit.
@@ -123,7 +120,10 @@ class Pass:
         return loss, opts.stats(lse, logprob, correct > 0) if stats else None
 
     def each(self, block: int | None = None) -> Iterator[None]:
-        t = self.tiles
+        t, tokens, de = self.tiles, self.opts.shape.numel(), self.o.needs[0] and self.plan.columns > 0
+        spare = self.opts.settings.shards is not None  # a last row for those not of this process's tokens
+        self._rows, self._pending = self.o.e.new_empty(tokens + spare, self.hidden) if de else None, None
+        self.out = self._rows[:tokens] if de else None  # not 0: every token is in a chunk
         for start, size in self.plan.bounds(len(self.order), block or t.m):
             self.start, self.size, height = start, size, up(size, t.m)
             tiles = ceil(self.opts.vocab, t.n)
