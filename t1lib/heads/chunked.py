@@ -47,6 +47,7 @@ def chunked(
     choose("by", by, ("sequence", "vocabulary"))
     options.check_chunks(chunks, opts.settings)
     require(opts.settings.filter_eps is None, "head 'chunked' has no filter_eps; heads that take it: full, fused")
+    opts.local_target = opts.target - opts.first if opts.first else opts.target  # as rows of this process's weight
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (e, w, b))
     workspace, length = opts.settings.workspace, len(opts.target) if by == "sequence" else opts.vocab
     size = DEFAULT_COLUMNS if by == "vocabulary" and chunks is None else -(-length // (chunks or DEFAULT_CHUNKS))
@@ -178,12 +179,6 @@ def _parts(columns: int) -> list[slice]:
     return [part for part in (slice(0, whole), slice(whole, columns)) if part.start < part.stop]
 
 
-def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    if a.dtype == dtype:
-        return a @ b
-    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
-
-
 def _local(target: Tensor, columns: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(N, 1) each: the target's index within these columns, clamped to them; 1.0 if it lies among them, else 0.0."""
     index, last = (target - columns.start)[:, None], columns.stop - columns.start - 1
@@ -230,7 +225,8 @@ def _in_blocks(
             else:
                 torch.mm(dz, w, out=de[at])
         elif de is not None:  # rounding the product to 16 bits would lose what the float32 sum keeps
-            de[at].add_(_wide_product(dz, w[columns], wide))
+            narrow, part = e.is_cuda and e.dtype != wide, w[columns]
+            de[at].add_(torch.mm(dz, part, out_dtype=wide) if narrow else dz.to(wide) @ part.to(wide))
             if shards is not None:
                 sums.append(dist.all_reduce(de[at], group=shards.group, async_op=True))
         if db is not None:

@@ -107,12 +107,10 @@ def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool, tail: b
         copied = w.dtype != torch.bfloat16 or w.stride(1) != 1
         tail = w.shape[1] % 8 == 0 and (copied or w.stride(0) % 8 == 0)
     early = any(needs) and not exact_sum and (tail or _is_early(tensors, s, compute))
-    rows, sequence, group = [], False, ""
-    if s.shards is not None:
-        rows, sequence, group = list(s.shards.rows), s.shards.sequence, s.shards.group.group_name
+    group, rows, sequence = s.shards or (None, (), False)
     numbers = [s.label_smoothing, s.softcap or 0.0, s.z_loss, s.filter_eps or 0.0]
     sizes = [s.ignore_index, -1 if s.workspace is None else s.workspace, chunks, *rows]
-    words = f"{s.reduction} {DTYPES[compute] if autocast else '-'} {group}"
+    words = f"{s.reduction} {DTYPES[compute] if autocast else '-'} {'' if group is None else group.group_name}"
     return numbers, sizes, words, [*needs, early, exact_sum, s.return_stats, sequence, tail]
 
 
@@ -182,14 +180,14 @@ def forward_op(*call):
         if early and tail and len(o.e) and fused_launch.aligned(o.w):
             from t1lib.heads import fused_tail
 
-            done, gradients = fused_tail.gradients(o)
+            done = fused_tail.early(o)
         else:
-            done, gradients = fused_run.early(o) if early else (fused_run.loss_only(o), (None, None, None))
+            done = fused_run.early(o) if early else fused_run.loss_only(o)
         loss, stats = done.results(return_stats)
         # operators return no views
         stats = [x.clone() for x in stats] if return_stats else [tensors.input.new_empty(0) for _ in range(3)]
         saved = done.number > 0 if early else torch.stack([done.fields["offset"], done.fields["log_total"]])
-    return loss, *stats, saved, *_filled(tensors, gradients)
+        return loss, *stats, saved, *_filled(tensors, done.gradients())
 
 
 @forward_op.register_fake

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from triton import next_power_of_2
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -44,10 +45,13 @@ class Pass:
     order, key  (N): the token at each position, and what they are sorted by
     number      () int32: how many tokens count
     row         (fields, N) float32: what is known of each token, in order; `fields` are its rows by name
-    memory      the plan's buffers by name (`fused_plan.layout`)
-    dw, db      gradients to be filled, (V, D) and (V) float32
-    known       what kernels may ask for, by the names of their arguments: whatever a launch does not give itself"""
+    x, z, …     the plan's buffers by name (`fused_plan.layout`)
+    out, dw, db gradients to be filled, (N, D), (V, D) and (V) float32, or None. Rows of `out` are summed over shards in
+                float32 while the next chunk computes. Under sequence parallelism it holds only this process's tokens,
+                but the rows of a chunk may be of any
+    known       all attributes by name: a kernel gets those named as its arguments, unless a launch gives them itself"""
 
+    known = property(vars)
     splits_from = 1  # parts of the vocabulary, see `splits_of`
 
     def __init__(
@@ -55,59 +59,53 @@ class Pass:
     ) -> None:  # fmt: skip
         """upstream: dL / d(loss), None for 1. own: a plan and its buffers instead of those for passes of this `kind`"""
         _, dw, db = o.needs if kind != "loss" else (False,) * 3
-        self.o, self.opts, device = o, o.opts, o.e.device
+        self.o, self.opts, s, device = o, o.opts, o.opts.settings, o.e.device
         self.plan, layout = own or o.plan(kind)
-        self.dw = torch.empty(o.w.shape, dtype=o.dw_dtype, device=device) if dw else None
+        make = torch.empty if len(o.e) else torch.zeros  # the first chunk writes all of dW
+        self.dw = make(o.w.shape, dtype=o.dw_dtype, device=device) if dw else None
         self.db = torch.zeros(o.opts.vocab, dtype=torch.float32, device=device) if db else None
         self.tiles, self.tma = TILES[o.device.kind, o.w.element_size()], o.device.kind == "hopper"
-        self.memory = memory = allocate(device, layout)
-        self.x, self.hidden, s = memory["x"], o.shape.hidden, o.opts.settings
-        self.above = len(self.x) - self.plan.capacity  # rows of scaled copies; the packed hidden states come below them
         missing = "z", "marks", "de", "frequent_sums", "frequent", "frequent_number", "slot", "even_vector"
-        matrices = dict.fromkeys(missing) | memory | {"w": o.w, "dw": self.dw}  # some are found later
-        beyond = up(o.opts.vocab, WHOLE)
-        matrices["columns"] = memory["z"][:, beyond:] if kind == "early" and "frequent_sums" in memory else None
-        self.known = {f"{name}_stride": 0 if m is None else m.stride(0) for name, m in matrices.items()} | matrices
-        self.known |= dict(
+        matrices = dict.fromkeys(missing) | allocate(device, layout) | {"w": o.w, "dw": self.dw}  # some are found later
+        beyond, copied, x_rows = up(o.opts.vocab, WHOLE), matrices["frequent_sums"] is not None, len(matrices["x"])
+        matrices["columns"] = matrices["z"][:, beyond:] if kind == "early" and copied else None
+        self.known.update(matrices | {f"{n}_stride": 0 if m is None else m.stride(0) for n, m in matrices.items()})
+        self.known.update(
             e=o.e, e_row=o.e.stride(0), e_column=o.e.stride(1), bias=o.b, class_weight=o.opts.local_class_weight,
-            tokens=len(o.opts.target), start=0, beyond=beyond, capacity=self.plan.capacity, hidden=self.hidden,
-            vocab=o.opts.vocab, above=self.above, x_rows=len(self.x), db=self.db, parts=self.plan.parts,
-            softcap=s.softcap, z_loss=s.z_loss or None, filter_eps=s.filter_eps,
-            M=self.tiles.m, N=self.tiles.n, K=self.tiles.k, BLOCK=BLOCK, EVEN_SHARE=bool(s.label_smoothing),
-            SCALED=kind == "early", PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= LARGE,
-            PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
+            tokens=len(o.opts.target), start=0, beyond=beyond, capacity=self.plan.capacity, hidden=o.shape.hidden,
+            above=x_rows - self.plan.capacity,  # rows of scaled copies; the packed hidden states come below them
+            vocab=o.opts.vocab, x_rows=x_rows, parts=self.plan.parts, softcap=s.softcap, z_loss=s.z_loss or None,
+            filter_eps=s.filter_eps, M=self.tiles.m, N=self.tiles.n, K=self.tiles.k, SCALED=kind == "early",
+            EVEN_SHARE=bool(s.label_smoothing), PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= LARGE,
+            BLOCK=BLOCK, PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
         )  # fmt: skip
         self._put_in_order(kind == "early" and (dw or db), upstream)
 
     def _put_in_order(self, by_target: bool, upstream: Tensor | None) -> None:
         """Sort the tokens, those that count first, and fill what is known of each before there is a logit.
         by_target: whether those that count are sorted by target. upstream: as in `__init__`"""
-        opts, s, size, new = self.opts, self.opts.settings, self.known["tokens"], self.opts.target.new_empty
+        opts, s, size, new = self.opts, self.opts.settings, self.tokens, self.opts.target.new_empty
         self.number, opts.denominator = new((), dtype=torch.int32), new((), dtype=torch.float32)  # both by a kernel
         self.row = torch.zeros(len(FIELDS.split()), size, dtype=torch.float32, device=opts.target.device)
         in_range = new((), dtype=torch.bool)
         self.fields = dict(zip(FIELDS.split(), self.row.unbind(), strict=True))
         smooth = s.label_smoothing or None
-        self.known |= dict(
+        self.known.update(
             token_target=opts.target, token_weight=opts.token_weight, whole_class_weight=opts.class_weight,
-            classes=opts.classes, smooth=smooth,
+            classes=opts.classes, smooth=smooth, target=new(size, dtype=torch.int32),
             class_sum=opts.class_sum if smooth and opts.class_weight is not None else None,
-            ignore_index=s.ignore_index, in_range=in_range.view(torch.int8), number=self.number,
-            denominator=opts.denominator, row=self.row, target=new(size, dtype=torch.int32),
+            ignore_index=s.ignore_index, in_range=in_range.view(torch.int8), denominator=opts.denominator,
             key=new(size, dtype=torch.int32 if by_target else torch.uint8),  # sorted in four passes, or in one
         )  # fmt: skip
         self.launch(rows.sort_keys, 1, BY_TARGET=by_target, BLOCK=8192, num_warps=16)
         if self.o.check:
             check_range(opts, in_range)
-        self.key, self.order = torch.sort(self.known["key"], stable=True)
-        self.known |= dict(key=self.key, order=self.order)
-        given = dict(upstream=upstream, upstream_stride=0, first=opts.first)
-        if s.reduction == "none" and upstream is not None:
-            upstream = opts.tokens(upstream.flatten())
-            given |= dict(upstream=upstream, upstream_stride=upstream.stride(0))
-        if s.reduction != "mean":
-            given["denominator"] = None
-        self.launch(rows.fill_rows, ceil(size, BLOCK), **given)
+        self.key, self.order = torch.sort(self.key, stable=True)
+        each = upstream is not None and s.reduction == "none"
+        upstream = opts.tokens(upstream.flatten()) if each else upstream
+        denominator = opts.denominator if s.reduction == "mean" else None
+        given = dict(upstream=upstream, upstream_stride=upstream.stride(0) if each else 0, denominator=denominator)
+        self.launch(rows.fill_rows, ceil(size, BLOCK), first=opts.first, **given)
 
     def results(self, stats: bool) -> tuple[Tensor, HeadStats | None]:
         """The loss as the call returns it, and its statistics, if `stats`."""
@@ -122,14 +120,41 @@ class Pass:
         return loss, opts.stats(lse, logprob, correct > 0) if stats else None
 
     def each(self, block: int | None = None) -> Iterator[None]:
-        t = self.tiles
+        t, tokens, de = self.tiles, self.opts.shape.numel(), self.o.needs[0] and self.plan.columns > 0
+        spare = self.opts.settings.shards is not None  # a last row for those not of this process's tokens
+        self._rows, self._pending = self.o.e.new_empty(tokens + spare, self.hidden) if de else None, None
+        self.out = self._rows[:tokens] if de else None  # not 0: every token is in a chunk
         for start, size in self.plan.bounds(len(self.order), block or t.m):
             self.start, self.size, height = start, size, up(size, t.m)
-            self.known |= {"start": start, "size": size}
             tiles = ceil(self.opts.vocab, t.n)
             self.splits = splits_of(height // t.m, tiles, self.o.device.units, self.splits_from)
             self.launch(rows.pack, height)
             yield
+            if self.out is not None:
+                self._add_rows()
+
+    def _add_rows(self) -> None:
+        """Write dE's rows of the chunk at hand: to its tokens' own, under a group in order to a buffer to be summed."""
+        self._place_rows()
+        out, shards, number = self.out, self.opts.settings.shards, len(self.out)
+        if shards is not None:
+            out = self.rows[0, : self.size * self.hidden].view(self.size, self.hidden)
+        self.launch(rows.finish_input_gradient, self.size, ceil(self.hidden, BLOCK), out=out, out_stride=out.stride(0))
+        if shards is not None:
+            place = self.order[self.start : self.start + self.size] - shards.rank * number * shards.sequence
+            place = torch.where((place >= 0) & (place < number), place, number)
+            self._pending = dist.all_reduce(out, group=shards.group, async_op=True), out, place
+
+    def _place_rows(self) -> None:
+        if self._pending is not None:
+            (work, sums, place), self._pending = self._pending, None
+            work.wait()
+            self._rows.index_copy_(0, place, sums.to(self._rows.dtype))
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """dE, dW and dBias, after all chunks; None where not wanted."""
+        self._place_rows()
+        return self.out, self.dw, self.db
 
     def find_frequent(self, even_sum: Tensor | None = None) -> None:
         """Once: where each target's tokens end (`segment_end`), and the most frequent targets. Their rows of dW add up
@@ -138,21 +163,22 @@ class Pass:
         which the tokens of each begin; `slot` (V): a class's index among them, or −1."""
         if "segment_end" in self.known or (self.dw is None and self.db is None):
             return
-        self.known["segment_end"] = torch.searchsorted(self.key, self.key, right=True, out_int32=True)
+        self.segment_end = torch.searchsorted(self.key, self.key, right=True, out_int32=True)
         if self.dw is None:
             return
-        sums, new, weight = self.memory["frequent_sums"], self.key.new_zeros, self.opts.local_class_weight
-        slot = torch.full((self.opts.vocab,), -1, dtype=torch.int16, device=self.key.device)
-        self.known |= dict(frequent=new(len(sums)), place=new(len(sums)), slot=slot, frequent_number=new(()))
+        sums, new, weight = self.frequent_sums, self.key.new_zeros, self.opts.local_class_weight
+        self.slot = torch.full((self.vocab,), -1, dtype=torch.int16, device=self.key.device)
+        self.frequent, self.place, self.frequent_number = new(len(sums)), new(len(sums)), new(())
         self.launch(rows.find_frequent, 1, most=len(sums), LEAST=FREQUENT_FROM, BINS=128, BLOCK=4096, num_warps=16)
         if even_sum is None:
             sums.zero_()
         else:
-            per_class = even_sum.new_ones(len(sums)) if weight is None else weight[self.known["frequent"].long()]
+            per_class = even_sum.new_ones(len(sums)) if weight is None else weight[self.frequent.long()]
             torch.outer(-per_class, even_sum, out=sums)
 
     def launch(self, kernel: Any, *grid: int, **given: Any) -> None:
-        kernel[grid](**{name: self.known[name] for name in kernel.arg_names if name not in given}, **given)
+        known = self.known
+        kernel[grid](**{name: known[name] for name in kernel.arg_names if name not in given}, **given)
 
     def _tile(self, matrix: Tensor | None, height: int, width: int) -> Any:
         """The kernel argument for a matrix: a descriptor of its tiles with TMA, else the tensor, as a pointer."""
@@ -164,18 +190,17 @@ class Pass:
     ) -> None:
         """z ← exponentials or gradients (`gradient`) of the logits of the columns from `first` on; None: sums alone,
         over one of `every` columns."""
-        o, known, t, x = self.o, self.known, self.tiles, self.x[self.above :]
+        o, t, x = self.o, self.tiles, self.x[self.above :]
         w, bias, vocab = o.w[::every], None if o.b is None else o.b[::every].contiguous(), ceil(o.opts.vocab, every)
         splits = 1 if gradient else min(self.splits, ceil(vocab, t.n))
-        flags = logits.Flags(gradient, redo, known["PRECISE"], known["EVEN_SHARE"], vocab % t.n != 0)
+        flags = logits.Flags(gradient, redo, self.PRECISE, self.EVEN_SHARE, vocab % t.n != 0)
         group = max(1, CACHED // (t.m * self.hidden * w.element_size()))
         given = dict(bias=bias, vocab=vocab, first=first, held=vocab if z is None else z.shape[1], group=group)
         given |= dict(splits=splits, FLAGS=flags)
         grid = o.device.units if gradient else ceil(self.size, t.m) * splits
         if hopper is not None and self.tma and aligned(w) and w.element_size() == 2:
-            operands = dict(x=boxes(x, 64), w=boxes(w, t.n), z=boxes(z, 64))
-            marks = None if z is None else known["marks"]
-            self.launch(hopper.logits, grid, **operands, marks=marks, **given, S=STAGES, num_warps=4)
+            out = dict(z=None, marks=None) if z is None else dict(z=boxes(z, 64))
+            self.launch(hopper.logits, grid, x=boxes(x, 64), w=boxes(w, t.n), **out, **given, S=STAGES, num_warps=4)
         else:
             tiles = dict(x=self._tile(x, t.m, t.k), w=self._tile(w, t.n, t.k), z=self._tile(z, t.m, t.n))
             self.launch(logits.logits, grid, **tiles, **given, num_warps=t.warps, num_stages=t.stages)
@@ -184,8 +209,8 @@ class Pass:
         """dE's partial sums and dW from z, whose columns are w's rows from `first` on; frequent targets' rows from the
         copies beyond them. The first chunk writes dW, less label smoothing's even share, the others add to it."""
         (m, n, k, warps, _, stages), tile, units = self.tiles, self._tile, self.o.device.units
-        de, dw, sums = self.known["de"], self.dw, self.known["frequent_sums"]
-        whole = z if sums is None else self.memory["z"]
+        de, dw, sums = self.de, self.dw, self.frequent_sums
+        whole = z if sums is None else self.z
         pieces = 1 if dw is None else dw.element_size()
         narrow = 0 < self.hidden % n <= n // 2
         w_end, x_end = (tile(matrix if narrow else None, k, n // 2) for matrix in (self.o.w, self.x))
@@ -212,7 +237,7 @@ class Pass:
         height, width = 1 if dw else 32, ceil(self.hidden, 1024)
         self.launch(kernel, len(self.order), width, place=None, HEIGHT=height, BLOCK=1024, num_warps=2)
         if dw:
-            grid, number = (len(self.known["place"]), ceil(self.hidden, 64)), self.known["frequent_number"]
+            grid, number = (len(self.place), ceil(self.hidden, 64)), self.frequent_number
             self.launch(kernel, *grid, number=number, HEIGHT=32, BLOCK=64, num_warps=1)
 
 
@@ -229,9 +254,7 @@ def aligned(matrix: Tensor) -> bool:
     return matrix.stride(1) == 1 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
 
 
-def boxes(matrix: Tensor | None, height: int, across: int = 128) -> Any:
+def boxes(matrix: Tensor, height: int, across: int = 128) -> Any:
     """A descriptor of boxes of so many rows and so many bytes of columns, as `hopper` and `tail` take them."""
-    if matrix is None:
-        return None
     size = matrix.element_size()
     return Boxes.from_tensor(matrix, [height, across // size], NVMMASharedLayout(across, 8 * size, 2))

@@ -78,9 +78,9 @@ class Plan(NamedTuple):
     parts: int = 1  # partial sums of dE
 
     def bounds(self, tokens: int, tile: int) -> Iterator[tuple[int, int]]:
-        """(start, size) of each chunk: as many row blocks of `tile` tokens in each as in the others, or one more."""
+        """(start, size) of each chunk, if any: as many blocks of `tile` tokens in each as in others, or one more."""
         blocks = ceil(tokens, tile)
-        for chunk in range(self.chunks):
+        for chunk in range(self.chunks if tokens else 0):
             start, stop = (min(c * blocks // self.chunks * tile, tokens) for c in (chunk, chunk + 1))
             yield start, stop - start
 

@@ -8,13 +8,11 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from t1lib.heads.fused import Operands
-from t1lib.heads.fused_launch import BLOCK, Pass, sum_rows
+from t1lib.heads.fused_launch import Pass, sum_rows
 from t1lib.heads.fused_plan import ceil, up
 from t1lib.heads.kernels import logits, rows
 from t1lib.heads.kernels.logits import LEAD, NEVER
-from t1lib.heads.kernels.tiles import LN2
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+from t1lib.heads.kernels.tiles import LN2, LOG_TOTAL, OFFSET
 
 
 def targets(c: Pass) -> None:
@@ -51,36 +49,6 @@ def statistics(c: Pass, z: Tensor | None) -> None:
     here["pull"].copy_(pull.sum(0))
 
 
-class InputGradient:
-    """dE (N, D), into which chunks write their rows; summed over the shards in float32 while the next chunk computes.
-    With sequence parallelism `out` holds only this process's tokens, but the rows of a chunk may be of any."""
-
-    def __init__(self, c: Pass) -> None:
-        self.c, self.shards, self._pending = c, c.opts.settings.shards, None
-        tokens = c.opts.shape.numel()
-        spare = self.shards is not None  # a last row for those that are not of this process's tokens
-        self._rows = c.o.e.new_empty(tokens + spare, c.hidden)  # not 0: every token is in a chunk
-        self.out = self._rows[:tokens]
-
-    def add(self) -> None:
-        """Write the rows of the chunk at hand: to its tokens' own, under a group in order to a buffer to be summed."""
-        c, shards, number = self.c, self.shards, len(self.out)
-        self.finish()
-        out = self.out if shards is None else c.memory["rows"][0, : c.size * c.hidden].view(c.size, c.hidden)
-        c.launch(rows.finish_input_gradient, c.size, ceil(c.hidden, BLOCK), out=out, out_stride=out.stride(0))
-        if shards is not None:
-            place = c.order[c.start : c.start + c.size] - shards.rank * number * shards.sequence
-            place = torch.where((place >= 0) & (place < number), place, number)
-            self._pending = dist.all_reduce(out, group=shards.group, async_op=True), out, place
-
-    def finish(self) -> Tensor:
-        if self._pending is not None:
-            (work, sums, place), self._pending = self._pending, None
-            work.wait()
-            self._rows.index_copy_(0, place, sums.to(self._rows.dtype))
-        return self.out
-
-
 def _sum_of_all(x: Tensor, factor: Tensor | None) -> Tensor:
     """(columns) float32: Σ factor_i x[i]. A narrow x is summed in parts, so that many programs share the work."""
     out = torch.zeros(max(1, min(64, 128 * 1024 // x.shape[1])), x.shape[1], dtype=torch.float32, device=x.device)
@@ -88,29 +56,24 @@ def _sum_of_all(x: Tensor, factor: Tensor | None) -> Tensor:
     return out.sum(0)
 
 
-def early(o: Operands) -> tuple[Pass, Gradients]:
+def early(o: Operands) -> Pass:
     """Statistics, and gradients for an upstream gradient of 1, one chunk of tokens after another: three products."""
-    if not len(o.e):  # only a compiled call and one under a group get here without tokens
-        pairs = zip((o.e, o.w, o.b), o.needs, strict=True)
-        return loss_only(o), tuple(torch.zeros_like(x) if needed else None for x, needed in pairs)
     c, opts, even_sum = Pass(o, "early"), o.opts, None
     targets(c)
     if opts.settings.label_smoothing:  # for dE: Σ_v c_v w_v; for dW: Σ_n E_n e_n
         even = opts.factors(1.0)[3]
-        c.known["even_vector"], even_sum = _sum_of_all(o.w, opts.local_class_weight), _sum_of_all(o.e, even)
-    de, z = InputGradient(c) if o.needs[0] else None, c.memory["z"][:, : opts.vocab]
+        c.even_vector, even_sum = _sum_of_all(o.w, opts.local_class_weight), _sum_of_all(o.e, even)
+    z = c.z[:, : opts.vocab]
     for _ in c.each():
         statistics(c, z)
         c.find_frequent(even_sum)  # now that the device is busy
         c.launch(rows.scale_rows, up(c.size, c.tiles.m))
         c.products(z, 0, even_sum if c.start == 0 else None)
         c.add_bias(z, 0, c.fields["scale"][c.start :])
-        if de is not None:
-            de.add()
     c.add_targets()
     if c.db is not None and even_sum is not None:  # smoothing's even share is the same for all tokens up to a factor
         c.db -= even.sum() * (1.0 if opts.class_weight is None else opts.local_class_weight)
-    return c, (None if de is None else de.finish(), c.dw, c.db)
+    return c
 
 
 def loss_only(o: Operands) -> Pass:
@@ -121,22 +84,18 @@ def loss_only(o: Operands) -> Pass:
     return c
 
 
-def late(o: Operands, lse: Tensor, upstream: Tensor) -> Gradients:
+def late(o: Operands, lse: Tensor, upstream: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients from recomputed logits, one range of columns at a time: three products. lse (2, N): offset and
     log_total of the tokens, in order, as `loss_only` left them."""
     c = Pass(o, "late", upstream)
     vocab, z_loss = o.opts.vocab, o.opts.settings.z_loss
-    c.fields["offset"].copy_(lse[0])
-    c.fields["log_total"].copy_(lse[1])
+    c.row[OFFSET.value : LOG_TOTAL.value + 1].copy_(lse)
     if z_loss:
         c.fields["softmax"] += 2.0 * z_loss * LN2.value * (lse[0] + lse[1]) * c.fields["token"]
-    de = InputGradient(c) if o.needs[0] else None
     for _ in c.each():
         for first in range(0, vocab, c.plan.columns):
-            z = c.memory["z"][:, : min(c.plan.columns, vocab - first)]
+            z = c.z[:, : min(c.plan.columns, vocab - first)]
             c.logits(z, first, gradient=True)
             c.products(z, first)
             c.add_bias(z, first)
-        if de is not None:
-            de.add()
-    return None if de is None else de.finish(), c.dw, c.db
+    return c.gradients()

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
+from t1lib.heads import fused_plan
 from t1lib.heads.fused import Operands
 from t1lib.heads.fused_launch import STAGES, Pass, boxes, sum_rows
 from t1lib.heads.fused_plan import DEFAULT_WORKSPACE, FREQUENT, SLACK, TOKEN_BYTES, Buffer, Plan, Shape, ceil, up
-from t1lib.heads.fused_run import Gradients, InputGradient, targets
+from t1lib.heads.fused_run import targets
 from t1lib.heads.kernels import large, rows, tail
 from t1lib.heads.kernels.large import SLOTS
 from t1lib.heads.options import need_workspace
@@ -30,9 +31,8 @@ LARGE_BYTES = 32 * SLOTS.value  # per row: a sort's keys, order, and copies of b
 
 def layout(shape: Shape, plan: Plan) -> dict[str, Buffer]:
     """The buffers of a plan; `plan.columns`: classes whose rows of the weight are in FP8 at a time."""
-    high, hidden, byte, narrow = plan.capacity, shape.hidden, torch.uint8, shape.compute
-    found = {"x": Buffer(high, hidden, narrow), "sums": Buffer(3 * plan.splits, high)}
-    found |= {"packed_target": Buffer(1, high, torch.int32), "flag": Buffer(1, high, torch.int32)}
+    high, hidden, byte = plan.capacity, shape.hidden, torch.uint8
+    found = fused_plan.layout(shape, plan._replace(columns=0), early=False)  # those of any pass
     found |= {"z": Buffer(high, up(shape.vocab, 16), byte), "large": Buffer(high, SLOTS.value, torch.int32)}
     found |= {"marks": Buffer(1, high * ceil(up(shape.vocab, 16), 256), torch.int8)}
     found |= {"excess": Buffer(high, SLOTS.value), "count": Buffer(1, high, torch.int32)}
@@ -50,9 +50,8 @@ def plan(shape: Shape, workspace: int | None, units: int) -> Plan:
     if none fits."""
     default = DEFAULT_WORKSPACE + TOKEN_BYTES * shape.tokens + shape.copies
     budget, blocks = default if workspace is None else workspace, max(ceil(shape.tokens, BLOCK), 1)
-    fit, counts = [], 0
+    fit = []
     for capacity in sorted({ceil(blocks, n) * BLOCK for n in range(1, blocks + 1)}, reverse=True):
-        before = len(fit)
         for ranges in range(1, RANGES + 1 if shape.de else 2):
             for parts in range(1, PARTS + 1 if shape.de else 2):
                 columns = up(ceil(shape.vocab, ranges), 128)
@@ -60,8 +59,7 @@ def plan(shape: Shape, workspace: int | None, units: int) -> Plan:
                 if bytes_needed(shape, found) > budget:
                     break
                 fit.append((cost(shape, found, ranges, units), found))
-        counts += len(fit) > before
-        if counts == 3:
+        if len({found.capacity for _, found in fit}) == 3:
             break
     if not fit:
         least = Plan(BLOCK, blocks, up(ceil(shape.vocab, RANGES), 128), SPLITS)
@@ -94,8 +92,7 @@ class Tail(Pass):
     def __init__(self, o: Operands) -> None:
         found = plan(o.shape, o.opts.settings.workspace, o.device.units)
         super().__init__(o, "early", own=(found, layout(o.shape, found)))
-        self.z = self.memory["z"].view(torch.float8_e4m3fn)
-        self.known |= dict(width=self.z.shape[1], columns=None)
+        self.e4m3, self.width, self.columns = self.z.view(torch.float8_e4m3fn), self.z.shape[1], None
         self.gain_w = gain_of(torch.linalg.vector_norm(o.w, torch.inf)) if o.needs[0] else None
 
     def offsets(self, splits: int, every: int) -> None:
@@ -107,20 +104,20 @@ class Tail(Pass):
         every = max(1, min(SAMPLE, self.opts.vocab // 1024))  # a guess from some of the columns
         self.logits(None, every=every)
         self.offsets(min(self.splits, ceil(ceil(self.opts.vocab, every), self.tiles.n)), every)
-        self.memory["flag"].zero_()
-        self.logits(self.z)
+        self.flag.zero_()
+        self.logits(self.e4m3)
         self.launch(large.find, self.size, TILES=8, REDO=False)
         for _ in range(2):  # rows whose offset was wrong: after an overflow it is only near the right one
             self.offsets(self.splits, 0)
-            self.logits(self.z, redo=True)
+            self.logits(self.e4m3, redo=True)
             self.launch(large.find, self.size, TILES=8, REDO=True)
-            self.memory["flag"].zero_()
+            self.flag.zero_()
         self.launch(rows.finish_rows, self.size, splits=self.splits, SPLITS=next_power_of_2(self.splits))
         # −1 stays −1
-        self.launch(rows.scale_rows, self.size, packed_target=tail.place_of.fn(self.memory["packed_target"]))
+        self.launch(rows.scale_rows, self.size, packed_target=tail.place_of.fn(self.packed_target))
 
     def input_gradient(self) -> None:
-        w8, hidden, vocab = self.memory["w8"], self.hidden, self.opts.vocab
+        w8, hidden, vocab = self.w8, self.hidden, self.opts.vocab
         for first in range(0, vocab, len(w8)):
             count = min(len(w8), vocab - first)
             if self.start == 0 or len(w8) < vocab:
@@ -128,18 +125,18 @@ class Tail(Pass):
                 given = dict(gain=self.gain_w, first=first, count=up(count, 16), HEIGHT=32, BLOCK=128)
                 self.launch(tail.narrow_weight, *grid, **given, num_warps=4)
             self.products(
-                w8[: up(count, 16)], self.z, self.memory["de"], self.gain_w, first=first, columns=count,
+                w8[: up(count, 16)], self.e4m3, self.de, self.gain_w, first=first, columns=count,
                 height=self.plan.capacity, BY_ROW=True, ADD=first > 0, parts=self.plan.parts,
             )  # fmt: skip
 
     def weight_gradient(self) -> None:
-        x8, scale = self.memory["x8"], self.fields["scale"][self.start : self.start + self.size]
+        x8, scale = self.x8, self.fields["scale"][self.start : self.start + self.size]
         top = torch.linalg.vector_norm(self.x[: self.size], torch.inf, dim=1)
         gain = gain_of((top * scale).abs().amax())
         grid = ceil(self.plan.capacity, 64), ceil(len(x8), 64)
         self.launch(tail.narrow_hidden, *grid, gain=gain, M=64, BLOCK=64, num_warps=4)
         self.products(
-            self.memory["z"], x8.view(torch.float8_e4m3fn), self.dw, gain, first=0, columns=0,
+            self.z, x8.view(torch.float8_e4m3fn), self.dw, gain, first=0, columns=0,
             height=self.opts.vocab, BY_ROW=False, ADD=self.start > 0, parts=1,
         )  # fmt: skip
 
@@ -149,41 +146,37 @@ class Tail(Pass):
         self.launch(tail.products, self.o.device.units, S=STAGES, num_warps=4, **given)
 
     def large_entries(self) -> None:
-        size, found = self.size, self.memory["large"]
-        self.memory["count"].bitwise_and_(large.OVER.value - 1)  # too many are left in rows that are not numbers
+        size, found = self.size, self.large
+        self.count.bitwise_and_(large.OVER.value - 1)  # too many are left in rows that are not numbers
         self.launch(large.row_terms, size, BLOCK=next_power_of_2(self.hidden), num_warps=4)
         if self.dw is not None or self.db is not None:
             classes, order = torch.sort(found[:size].view(-1), stable=True)
-            entries = self.memory["count"][0, :size].sum()
+            entries = self.count[0, :size].sum()
             given = dict(classes=classes, order=order, entries=entries, HEIGHT=16, MORE=32, BLOCK=64)
             self.launch(large.class_terms, 64 * self.o.device.units, **given, num_warps=2)
 
     def add_bias(self) -> None:
-        width = self.memory["z"].shape[1]
-        out = torch.zeros(1, width, dtype=torch.float32, device=self.z.device)
-        sum_rows(out, self.z, self.number, self.start, self.size, self.fields["scale"][self.start :])
+        out = torch.zeros(1, self.width, dtype=torch.float32, device=self.z.device)
+        sum_rows(out, self.e4m3, self.number, self.start, self.size, self.fields["scale"][self.start :])
         self.db += out.view(-1, 2, 2, 2, 2).permute(0, 3, 1, 2, 4).reshape(-1)[: self.opts.vocab]
 
 
-def gradients(o: Operands) -> tuple[Tail, Gradients]:
+def early(o: Operands) -> Tail:
     """As `fused_run.early`."""
     c = Tail(o)
     targets(c)
-    de = InputGradient(c) if o.needs[0] else None
     for _ in c.each(BLOCK):
         c.exponentials()
         c.find_frequent()
-        if de is not None:
+        if c.out is not None:
             c.input_gradient()
         if c.dw is not None:
             c.weight_gradient()
         if c.db is not None:
             c.add_bias()
         c.large_entries()
-        if de is not None:
-            de.add()
     c.add_targets()
-    return c, (None if de is None else de.finish(), c.dw, c.db)
+    return c
 
 
 def gain_of(top: Tensor) -> Tensor:

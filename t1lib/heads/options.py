@@ -56,7 +56,7 @@ class Settings(NamedTuple):
 class Options:
     """What a head needs to know of a call besides its operands. Vectors over tokens are flat (N), over classes (V).
 
-    target   as an index into the whole vocabulary; `local_target`: into this process's rows of the weight
+    target   as an index into the whole vocabulary
     valid    which tokens are not ignored
     vocab    rows of the weight on this process; `most`: on the process with the most; `classes`: on all together
     dtype    of the loss and of all arithmetic on logits: float32, or float64 for float64 operands
@@ -77,10 +77,6 @@ class Options:
         self.token_weight = token_weight
         self.class_weight = None if weight is None else weight.to(self.dtype).contiguous()
         self.local_class_weight = None if weight is None else self.class_weight[self.first :][: self.vocab]
-
-    @functools.cached_property
-    def local_target(self) -> Tensor:
-        return self.target - self.first if self.first else self.target
 
     @functools.cached_property
     def valid(self) -> Tensor:
