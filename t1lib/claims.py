@@ -62,6 +62,9 @@ def read_claims() -> dict[str, list[Claim]]:
         place = " ".join(map(str, (FILE, *wrong["loc"])))
         raise T1Error(f"{place}: {shown(wrong['input'])}; allowed: a list for each experiment, of {FORM}") from None
     require(any(claims.values()), f"{FILE} holds no claims")
+    for experiment, claim in ((name, claim) for name, own in claims.items() for claim in own):
+        fits = claim.key.startswith(f"{experiment}.")
+        require(fits, f"{FILE}: {shown(claim.key)} in the list of {shown(experiment)}; allowed: keys of its own")
     return claims
 
 
