@@ -260,11 +260,12 @@ class HostLayer(Traveller):
             self.absent.add(name)
             if self.seen is not None:
                 self.seen.pop(name, None)
-            if not self.has_gradients:
+            if len(self.absent) == len(self.params):
                 self.forget_gradients()
             return
         like = f"{param.dtype} of shape {tuple(param.shape)}"
-        fits = isinstance(value, Tensor) and (value.shape, value.dtype) == (param.shape, param.dtype)
+        fits = isinstance(value, Tensor) and value.layout == torch.strided
+        fits = fits and (value.shape, value.dtype) == (param.shape, param.dtype)
         require(fits, f"p.grad of {name!r}, set to what is not {like}")
         self._look()[name] = (value.detach() if value.requires_grad else value).cpu()
         self.absent.discard(name)

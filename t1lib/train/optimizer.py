@@ -42,8 +42,9 @@ def clear_gradients(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
     for param in params:
         if set_to_none:
             param.grad = None
-        elif param.grad is not None:
-            param.grad.detach().zero_()  # in place: somebody may hold it
+        elif param.grad is not None:  # in place: somebody may hold it
+            param.grad.detach_() if param.grad.grad_fn is not None else param.grad.requires_grad_(False)
+            param.grad.zero_()
 
 
 class StreamOptimizer(ResidentOptimizer):
@@ -91,7 +92,9 @@ class StreamOptimizer(ResidentOptimizer):
                 layer.forget_gradients()
             elif layer.has_gradients:
                 layer.see_gradients()
-                torch._foreach_zero_(list(layer.gradients().values()))
+                for grad in layer.gradients().values():
+                    grad.detach_() if grad.grad_fn is not None else grad.requires_grad_(False)
+                    grad.zero_()
         clear_gradients(self._engine.others(), set_to_none)
 
     @torch.no_grad()

@@ -276,3 +276,41 @@ def test_a_loss_that_is_kept_keeps_nothing_of_its_batch():
             own.drain()
             sizes.append(stream_cases.held_bytes())
     assert total.requires_grad and sizes[5] - sizes[2] < 64, sizes
+
+
+def test_gradients_held_since_before_stream_do_not_stop_updates_in_the_backward():
+    plain, model = qwen3(), qwen3()
+    usual, given = sgd(plain), sgd(model)
+    for each in (plain, model):
+        model_loss(each, BATCHES[0]).backward()
+    held = [param.grad for param in model.parameters()]
+    choice = Choice(host_share=1.0)
+    with streaming(model, given, update_in_backward=True, choice=choice) as (streamed, own):
+        for batch in FIRST:
+            for each, optimizer in ((plain, usual), (streamed, own)):
+                model_loss(each, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_weights(streamed, plain)
+    assert len(held) == len([*plain.parameters()])
+
+
+def test_gradients_of_frozen_layers_are_set_one_by_one():
+    model = qwen3()
+    model.model.layers.requires_grad_(False)
+    with streaming(model) as (streamed, _):
+        first, second = streamed.model.layers[0].mlp.up_proj.weight, streamed.model.layers[0].mlp.gate_proj.weight
+        first.grad, second.grad = torch.ones_like(first), torch.ones_like(second)
+        first.grad = None
+        assert second.grad is not None
+
+
+def test_gradients_that_are_zeroed_need_none_themselves():
+    """They were changed where graphs are recorded, as by a penalty; their graph would grow with every step."""
+    with streaming(qwen3()) as (streamed, own):
+        model_loss(streamed, BATCHES[0]).backward()
+        params = [streamed.model.norm.weight, streamed.model.layers[0].mlp.up_proj.weight]
+        for param in params:
+            param.grad.add_(param * 0.1)
+        own.zero_grad(set_to_none=False)
+        assert not any(param.grad.requires_grad or param.grad.any() for param in params)
