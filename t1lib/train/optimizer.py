@@ -42,9 +42,14 @@ def clear_gradients(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
     for param in params:
         if set_to_none:
             param.grad = None
-        elif param.grad is not None:  # in place: somebody may hold it
-            param.grad.detach_() if param.grad.grad_fn is not None else param.grad.requires_grad_(False)
-            param.grad.zero_()
+        elif param.grad is not None:
+            zero(param.grad)
+
+
+def zero(grad: Tensor) -> None:
+    """In place, as somebody may hold it, and without the graph that it may have."""
+    grad.detach_() if grad.grad_fn is not None else grad.requires_grad_(False)
+    grad.zero_()
 
 
 class StreamOptimizer(ResidentOptimizer):
@@ -93,8 +98,7 @@ class StreamOptimizer(ResidentOptimizer):
             elif layer.has_gradients:
                 layer.see_gradients()
                 for grad in layer.gradients().values():
-                    grad.detach_() if grad.grad_fn is not None else grad.requires_grad_(False)
-                    grad.zero_()
+                    zero(grad)
         clear_gradients(self._engine.others(), set_to_none)
 
     @torch.no_grad()
