@@ -137,8 +137,10 @@ def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
 def check_command(arguments: argparse.Namespace) -> int:
     """Check the claims of experiments ("all", or none, for every one); returns 1 if one fails or a run is in doubt."""
     claims, experiments, known = read_claims(), arguments.experiments, params.experiments()
-    for name in [*experiments, *claims]:
+    for name in experiments:
         choose("experiment", name, [*known, "all"])
+    for name in claims:
+        choose("experiment", name, known)
     chosen, verdicts = claims if not experiments or "all" in experiments else experiments, []
     for name in (name for name in known if name in chosen):
         verdicts += _check_run(name, claims.get(name, []))

@@ -104,8 +104,10 @@ def work_for(setting: Setting) -> Work:
     model = shape_only(setting.model, getattr(torch, setting.dtype), **setting.changes)
     positions = model.config.max_position_embeddings
     require(seq <= positions, f"seq {seq}; {setting.model} has {positions} positions{MORE}")
-    same = "rows", "seq", "micro_batch", "workspace", "together", "cuda"
-    return work_of(model, setting.optimizer.kinds, **{name: getattr(setting, name) for name in same})
+    return work_of(
+        model, setting.optimizer.kinds, rows=rows, seq=seq, micro_batch=setting.micro_batch,
+        workspace=setting.workspace, together=setting.together, cuda=setting.cuda,
+    )  # fmt: skip
 
 
 def recommended(predictions: Collection[Prediction]) -> Prediction:

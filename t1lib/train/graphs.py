@@ -89,7 +89,9 @@ class LayerGraphs:
         for tensor in tensors:
             layout = _layout(tensor)
             key, count[layout] = (layout, count[layout]), count[layout] + 1
-            own.append(self._inputs.setdefault(key, tensor.detach().clone()))
+            if key not in self._inputs:
+                self._inputs[key] = tensor.detach().clone()
+            own.append(self._inputs[key])
         left = iter(own)
         arguments = tree_map(lambda value: next(left) if isinstance(value, Tensor) else value, inputs)
         graph, device, collecting = torch.cuda.CUDAGraph(), tensors[0].device, gc.isenabled()

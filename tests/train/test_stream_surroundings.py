@@ -357,7 +357,8 @@ def test_same_bits_as_plain_pytorch(name, monkeypatch):
 def test_a_gradient_of_another_shape_or_dtype_is_refused():
     with streaming(qwen3()) as (model, _):
         weight = up_weight(model)
-        for value in (torch.zeros(()), torch.zeros_like(weight, dtype=torch.float64), 0.0):
+        sparse = torch.zeros_like(weight).detach().to_sparse()
+        for value in (torch.zeros(()), torch.zeros_like(weight, dtype=torch.float64), sparse, 0.0):
             with pytest.raises(T1Error, match=r"p.grad of .*up_proj.weight"):
                 weight.grad = value
 
