@@ -68,6 +68,7 @@ def _check_tail(tensors: Tensors, s: Settings, chunks: int | None, accumulate: s
     steep = s.softcap if s.softcap is not None and s.softcap < TIGHT else None
     others = dict(chunks=chunks, accumulate=accumulate, filter_eps=s.filter_eps, softcap=steep)
     others |= {"label_smoothing": s.label_smoothing or None, "a group": s.shards and "given"}
+    others |= {"linear_bias": None if tensors.linear_bias is None else "given"}
     others = [f"{name}={value}" for name, value in others.items() if value is not None]
     require(not others, f'tail="fp8" goes without {", ".join(others)}: leave one of them out')
     device = tensors.input.device

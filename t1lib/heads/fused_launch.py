@@ -191,11 +191,11 @@ class Pass:
         """z ← exponentials or gradients (`gradient`) of the logits of the columns from `first` on; None: sums alone,
         over one of `every` columns."""
         o, t, x = self.o, self.tiles, self.x[self.above :]
-        w, bias, vocab = o.w[::every], None if o.b is None else o.b[::every].contiguous(), ceil(o.opts.vocab, every)
+        w, vocab = o.w[::every], ceil(o.opts.vocab, every)
         splits = 1 if gradient else min(self.splits, ceil(vocab, t.n))
         flags = logits.Flags(gradient, redo, self.PRECISE, self.EVEN_SHARE, vocab % t.n != 0)
         group = max(1, CACHED // (t.m * self.hidden * w.element_size()))
-        given = dict(bias=bias, vocab=vocab, first=first, held=vocab if z is None else z.shape[1], group=group)
+        given = dict(vocab=vocab, first=first, held=vocab if z is None else z.shape[1], group=group)
         given |= dict(splits=splits, FLAGS=flags)
         grid = o.device.units if gradient else ceil(self.size, t.m) * splits
         if hopper is not None and self.tma and aligned(w) and w.element_size() == 2:

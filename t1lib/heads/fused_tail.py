@@ -11,7 +11,7 @@ from triton import next_power_of_2
 
 from t1lib.heads import fused_plan
 from t1lib.heads.fused import Operands
-from t1lib.heads.fused_launch import STAGES, Pass, boxes, sum_rows
+from t1lib.heads.fused_launch import STAGES, Pass, boxes
 from t1lib.heads.fused_plan import DEFAULT_WORKSPACE, FREQUENT, SLACK, TOKEN_BYTES, Buffer, Plan, Shape, ceil, up
 from t1lib.heads.fused_run import targets
 from t1lib.heads.kernels import large, rows, tail
@@ -80,7 +80,8 @@ def cost(shape: Shape, found: Plan, ranges: int, units: int) -> float:
 
 
 def bytes_needed(shape: Shape, found: Plan) -> int:
-    loose = TOKEN_BYTES * shape.tokens + 10 * shape.vocab + 24 * shape.hidden + shape.copies + SLACK
+    loose = TOKEN_BYTES * shape.tokens + fused_plan.CLASS_BYTES * shape.vocab
+    loose += 24 * shape.hidden + shape.copies + SLACK
     return sum(b.nbytes for b in layout(shape, found).values()) + LARGE_BYTES * found.capacity + loose
 
 
@@ -149,16 +150,11 @@ class Tail(Pass):
         size, found = self.size, self.large
         self.count.bitwise_and_(large.OVER.value - 1)  # too many are left in rows that are not numbers
         self.launch(large.row_terms, size, BLOCK=next_power_of_2(self.hidden), num_warps=4)
-        if self.dw is not None or self.db is not None:
+        if self.dw is not None:
             classes, order = torch.sort(found[:size].view(-1), stable=True)
             entries = self.count[0, :size].sum()
             given = dict(classes=classes, order=order, entries=entries, HEIGHT=16, MORE=32, BLOCK=64)
             self.launch(large.class_terms, 64 * self.o.device.units, **given, num_warps=2)
-
-    def add_bias(self) -> None:
-        out = torch.zeros(1, self.width, dtype=torch.float32, device=self.z.device)
-        sum_rows(out, self.e4m3, self.number, self.start, self.size, self.fields["scale"][self.start :])
-        self.db += out.view(-1, 2, 2, 2, 2).permute(0, 3, 1, 2, 4).reshape(-1)[: self.opts.vocab]
 
 
 def early(o: Operands) -> Tail:
@@ -172,8 +168,6 @@ def early(o: Operands) -> Tail:
             c.input_gradient()
         if c.dw is not None:
             c.weight_gradient()
-        if c.db is not None:
-            c.add_bias()
         c.large_entries()
     c.add_targets()
     return c

@@ -98,7 +98,7 @@ def find(
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def row_terms(
-    large, count, excess, x, w, bias, row, de, tokens, start, hidden, x_stride, w_stride, de_stride, softcap,
+    large, count, excess, x, w, row, de, tokens, start, hidden, x_stride, w_stride, de_stride, softcap,
     BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """Program per row: de += Σ more · w, by which its large exponentials exceed LARGEST; excess ← more · scale."""
@@ -117,8 +117,6 @@ def row_terms(
         v = tl.load(large + i * SLOTS + s)
         theirs = tl.load(w + v.to(tl.int64) * w_stride + d, mask=inside, other=0.0).to(tl.float32)
         z = tl.sum(mine * theirs, 0)
-        if bias is not None:
-            z += tl.load(bias + v).to(tl.float32)
         z, slope = tiles.capped(z, softcap, PRECISE, tiles.reciprocal)
         more = tl.exp2(z * unit - offset)
         if softcap is not None:
@@ -133,11 +131,11 @@ def row_terms(
 
 @triton.jit
 def _terms(entry, some, excess, x, d, inside, x_stride):
-    """Of entries: excess · x (entries, columns d), and excess."""
+    """Of entries: excess · x (entries, columns d)."""
     factor = tl.load(excess + entry, mask=some, other=0.0)
     where = x + (entry // SLOTS).to(tl.int64)[:, None] * x_stride + d[None, :]
     value = tl.load(where, mask=some[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    return value * factor[:, None], factor
+    return value * factor[:, None]
 
 
 @triton.jit
@@ -150,11 +148,11 @@ def _slots(first, v, last, classes, order, COUNT: tl.constexpr):
 
 @triton.jit
 def class_terms(
-    classes, order, entries, excess, x, dw, db, slot, frequent_sums, hidden, x_stride, dw_stride, frequent_sums_stride,
+    classes, order, entries, excess, x, dw, slot, frequent_sums, hidden, x_stride, dw_stride, frequent_sums_stride,
     HEIGHT: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dw[v] += Σ excess · x and db[v] += Σ excess over the large entries of class v. `classes` are sorted, `order` are
-    their slots, the first `entries` hold something. Items (HEIGHT positions, block of columns) are dealt to the
+    """dw[v] += Σ excess · x over the large entries of class v. `classes` are sorted, `order` are their slots, the first
+    `entries` hold something. Items (HEIGHT positions, block of columns) are dealt to the
     programs, which do all of each class that begins among these positions: of the last one MORE at a time."""
     last = tl.load(entries).to(tl.int32)
     blocks = tl.cdiv(hidden, BLOCK)
@@ -168,35 +166,26 @@ def class_terms(
         if final >= 0:
             d = item % blocks * BLOCK + tl.arange(0, BLOCK)
             inside = d < hidden
-            if dw is not None:
-                place = tl.load(slot + v, mask=begins, other=-1).to(tl.int64)
-                rare = (begins & (place < 0))[:, None] & inside[None, :]
-                at_dw = dw + v.to(tl.int64)[:, None] * dw_stride + d[None, :]
-                found = tl.load(at_dw, mask=rare, other=0.0).to(tl.float32)
+            place = tl.load(slot + v, mask=begins, other=-1).to(tl.int64)
+            rare = (begins & (place < 0))[:, None] & inside[None, :]
+            at_dw = dw + v.to(tl.int64)[:, None] * dw_stride + d[None, :]
+            found = tl.load(at_dw, mask=rare, other=0.0).to(tl.float32)
             entry = tl.load(order + here, mask=some, other=0).to(tl.int32)
-            terms, factors = _terms(entry, some, excess, x, d, inside, x_stride)
+            terms = _terms(entry, some, excess, x, d, inside, x_stride)
             same = begins[:, None] & (v[:, None] == v[None, :])
             sums = tl.dot(same.to(tl.float32), terms, input_precision="ieee")
-            totals = tl.sum(tl.where(same, factors[None, :], 0.0), 1)
             longest = tl.max(v, 0)
             next += HEIGHT
             if tl.load(classes + next, mask=next < last, other=-1) == longest:
                 rest = tl.zeros([MORE, BLOCK], tl.float32)
-                rest_factors = tl.zeros([MORE], tl.float32)
                 mine, slots, goes_on = _slots(next, longest, last, classes, order, MORE)
                 while goes_on:
                     next += MORE  # looked up while the ones before are added
                     too, ahead, more = _slots(next, longest, last, classes, order, MORE)
-                    value, factor = _terms(slots, mine, excess, x, d, inside, x_stride)
-                    rest += value
-                    rest_factors += factor
+                    rest += _terms(slots, mine, excess, x, d, inside, x_stride)
                     mine, slots, goes_on = too, ahead, more
                 sums += tl.where((here == final)[:, None], tl.sum(rest, 0)[None, :], 0.0)
-                totals += tl.where(here == final, tl.sum(rest_factors, 0), 0.0)
-            if dw is not None:
-                tl.store(at_dw, (found + sums).to(dw.dtype.element_ty), mask=rare)
-                often = (place >= 0)[:, None] & inside[None, :]
-                apart = frequent_sums + place[:, None] * frequent_sums_stride + d[None, :]
-                tl.store(apart, tl.load(apart, mask=often, other=0.0) + sums, mask=often)
-            if db is not None and item % blocks == 0:
-                tl.store(db + v, tl.load(db + v, mask=begins, other=0.0) + totals, mask=begins)
+            tl.store(at_dw, (found + sums).to(dw.dtype.element_ty), mask=rare)
+            often = (place >= 0)[:, None] & inside[None, :]
+            apart = frequent_sums + place[:, None] * frequent_sums_stride + d[None, :]
+            tl.store(apart, tl.load(apart, mask=often, other=0.0) + sums, mask=often)
