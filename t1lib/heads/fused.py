@@ -65,20 +65,17 @@ def fused(
 
 def _check_tail(tensors: Tensors, s: Settings, chunks: int | None, accumulate: str | None) -> None:
     """Raise `T1Error` where FP8 cannot be had and other numbers than wanted would come out."""
-    steep = s.softcap if s.softcap is not None and s.softcap < TIGHT else None
-    others = dict(chunks=chunks, accumulate=accumulate, filter_eps=s.filter_eps, softcap=steep)
-    others |= {"label_smoothing": s.label_smoothing or None, "a group": s.shards and "given"}
-    others |= {"linear_bias": None if tensors.linear_bias is None else "given"}
-    others = [f"{name}={value}" for name, value in others.items() if value is not None]
-    require(not others, f'tail="fp8" goes without {", ".join(others)}: leave one of them out')
-    device = tensors.input.device
-    compute = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else tensors.input.dtype
-    require(compute == torch.bfloat16, f'tail="fp8" is for bfloat16 operands, got {compute}: leave it out')
-    narrow = torch.float16 in (tensors.input.dtype, tensors.linear_weight.dtype)
-    require(not narrow, 'tail="fp8" with float16 parameters, whose gradients may underflow: leave it out')
-    if device.type == "cuda":
-        least = torch.cuda.get_device_capability(device)
-        require(least >= (8, 9), f'tail="fp8" needs a GPU with FP8 (compute capability 8.9), got {least}: leave it out')
+    device, dtypes = tensors.input.device, (tensors.input.dtype, tensors.linear_weight.dtype)
+    compute = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtypes[0]
+    wrong = {
+        f"products in {compute}": compute != torch.bfloat16, "float16 parameters": torch.float16 in dtypes,
+        "a GPU without FP8": device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9),
+        "linear_bias": tensors.linear_bias is not None, "label_smoothing": s.label_smoothing > 0,
+        "a softcap below 1": (s.softcap or TIGHT) < TIGHT, "filter_eps": s.filter_eps is not None,
+        "a group": s.shards is not None, "chunks": chunks is not None, "accumulate": accumulate is not None,
+    }  # fmt: skip
+    found = ", ".join([what for what, is_so in wrong.items() if is_so])
+    require(not found, f'tail="fp8" does not work with {found}; allowed: bfloat16 products on a GPU with FP8')
 
 
 def kernels_run(input: Tensor) -> bool:
