@@ -27,16 +27,14 @@ ARGUMENTS = (
 
 
 def fused(
-    tensors: Tensors, settings: Settings, *, chunks: int | None = None, accumulate: str | None = None,
-    tail: str | None = None,
-) -> tuple[Tensor, HeadStats | None]:  # fmt: skip
+    tensors: Tensors, settings: Settings, *, chunks: int | None = None, tail: str | None = None
+) -> tuple[Tensor, HeadStats | None]:
     """Cross-entropy of a linear layer's outputs by Triton kernels; how it works is in docs/heads.md.
 
     workspace   copies of a weight in another dtype than the products' (float32 under autocast) or without unit stride
                 count (default: 1.5 GiB plus 192 bytes per token and such copies; the loss alone needs 16 MiB)
-    chunks      in place of workspace: number of chunks of tokens, rounded to whole row tiles
-    accumulate  None: in 16 bits dW is rounded once per chunk, but the targets' own terms, and the rows of the 1024 most
-                frequent targets, once in all. "float32": all is, with four products instead of three
+    chunks      in place of workspace: number of chunks of tokens, rounded to whole row tiles. In 16 bits dW is rounded
+                once per chunk, but the targets' own terms, and the rows of the 1024 most frequent targets, once in all
     tail        "fp8": where the forward makes the gradients on a Hopper GPU, the products for dE and dW take the small
                 entries of the logits' gradient in FP8 (docs/fp8.md). Elsewhere, under reduction "none", without tokens,
                 and for a weight of less than 2048 × 64 or whose rows do not start on 16-byte boundaries: as without it
@@ -46,24 +44,19 @@ def fused(
     workspace too small (saying the least that works), create_graph=True, and a second backward where the forward made
     the gradients."""
     options.check_chunks(chunks, settings)
-    if accumulate is not None:
-        choose("accumulate", accumulate, ("float32",))
     if tail is not None:
         choose("tail", tail, ("fp8",))
-        _check_tail(tensors, settings, chunks, accumulate)
+        _check_tail(tensors, settings, chunks)
     if not kernels_run(tensors.input):
-        grouped = settings.shards is not None  # neither `full` nor a split by vocabulary knows of shards
-        lacks = 'under a group accumulate="float32" is for CUDA tensors up to 32 bits per element; allowed here: None'
-        require(not (grouped and accumulate), lacks)
-        if settings.filter_eps is not None and not grouped:
+        if settings.filter_eps is not None and settings.shards is None:  # `full` does not know of shards
             return full(tensors, settings)
-        return chunked_head(tensors, settings, **({"by": "vocabulary"} if accumulate else {"chunks": chunks}))
-    packed = _packed(tensors, settings, chunks or 0, accumulate is not None, tail is not None)
+        return chunked_head(tensors, settings, chunks=chunks)
+    packed = _packed(tensors, settings, chunks or 0, tail is not None)
     loss, *stats = forward_op(*tensors, *packed)[:4]
     return loss, HeadStats(*stats) if settings.return_stats else None
 
 
-def _check_tail(tensors: Tensors, s: Settings, chunks: int | None, accumulate: str | None) -> None:
+def _check_tail(tensors: Tensors, s: Settings, chunks: int | None) -> None:
     """Raise `T1Error` where FP8 cannot be had and other numbers than wanted would come out."""
     device, dtypes = tensors.input.device, (tensors.input.dtype, tensors.linear_weight.dtype)
     compute = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtypes[0]
@@ -72,7 +65,7 @@ def _check_tail(tensors: Tensors, s: Settings, chunks: int | None, accumulate: s
         "a GPU without FP8": device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9),
         "linear_bias": tensors.linear_bias is not None, "label_smoothing": s.label_smoothing > 0,
         "a softcap below 1": (s.softcap or TIGHT) < TIGHT, "filter_eps": s.filter_eps is not None,
-        "a group": s.shards is not None, "chunks": chunks is not None, "accumulate": accumulate is not None,
+        "a group": s.shards is not None, "chunks": chunks is not None,
     }  # fmt: skip
     found = ", ".join([what for what, is_so in wrong.items() if is_so])
     require(not found, f'tail="fp8" does not work with {found}; allowed: bfloat16 products on a GPU with FP8')
@@ -91,10 +84,9 @@ def kernels_run(input: Tensor) -> bool:
     return runs and triton is not None
 
 
-def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool, tail: bool) -> tuple[list, list, str, list]:
-    """The operators' other arguments: numbers, sizes, words, and flags: which gradients, `early`, exact sums,
-    statistics, sequence, FP8. Shapes, and values of tensors, are checked in the operator: the compiler cannot trace
-    that."""
+def _packed(tensors: Tensors, s: Settings, chunks: int, tail: bool) -> tuple[list, list, str, list]:
+    """The operators' other arguments: numbers, sizes, words, and flags: which gradients, `early`, statistics, sequence,
+    FP8. Shapes, and values of tensors, are checked in the operator: the compiler cannot trace that."""
     input, w, _, b, *_ = tensors
     autocast = torch.is_autocast_enabled(input.device.type)
     compute = torch.get_autocast_dtype(input.device.type) if autocast else input.dtype
@@ -104,12 +96,12 @@ def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool, tail: b
     if tail:  # the FP8 kernels take rows on 16-byte boundaries, as those of copies are
         copied = w.dtype != torch.bfloat16 or w.stride(1) != 1
         tail = w.shape[1] % 8 == 0 and (copied or w.stride(0) % 8 == 0)
-    early = any(needs) and not exact_sum and (tail or _is_early(tensors, s, compute))
+    early = any(needs) and (tail or _is_early(tensors, s, compute))
     group, rows, sequence = s.shards or (None, (), False)
     numbers = [s.label_smoothing, s.softcap or 0.0, s.z_loss, s.filter_eps or 0.0]
     sizes = [s.ignore_index, -1 if s.workspace is None else s.workspace, chunks, *rows]
     words = f"{s.reduction} {DTYPES[compute] if autocast else '-'} {'' if group is None else group.group_name}"
-    return numbers, sizes, words, [*needs, early, exact_sum, s.return_stats, sequence, tail]
+    return numbers, sizes, words, [*needs, early, s.return_stats, sequence, tail]
 
 
 def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
@@ -140,7 +132,7 @@ class Operands:
         if group:  # by its name, because an operator cannot take a group
             from t1lib.heads.parallel import Shards
 
-            shards = Shards(torch.distributed.distributed_c10d._resolve_process_group(group), tuple(rows), flags[6])
+            shards = Shards(torch.distributed.distributed_c10d._resolve_process_group(group), tuple(rows), flags[5])
         settings = Settings(
             reduction, ignore_index, smooth, softcap or None, z_loss, None if workspace < 0 else workspace,
             filter_eps or None, shards=shards,
@@ -148,7 +140,7 @@ class Operands:
         with torch.autocast(e.device.type, enabled=False):  # the forward's state counts, also in the backward
             self.opts = options.Options(tensors, settings, same_dtype=dtype == "-", check=check)
         compute = e.dtype if dtype == "-" else getattr(torch, dtype)
-        self.needs, self.dw_dtype, self.chunks = flags[:3], w.dtype, 1 if flags[4] else chunks or None
+        self.needs, self.dw_dtype, self.chunks = flags[:3], w.dtype, chunks or None
         self.check = check
         self.e = self.opts.tokens(e.reshape(-1, e.shape[-1]))
         self.w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
@@ -170,7 +162,7 @@ def forward_op(*call):
     """(loss, lse, logprob, correct, what the backward needs: of them, or if a token counts; dE, dW, dBias or empty)"""
     from t1lib.heads import fused_launch, fused_run  # need Triton
 
-    tensors, (*needs, early, _, return_stats, _, tail) = Tensors(*call[:6]), call[9]
+    tensors, (*needs, early, return_stats, _, tail) = Tensors(*call[:6]), call[9]
     with torch.cuda.device_of(tensors.input) if tensors.input.is_cuda else INTERPRETER:  # where Triton launches
         o = Operands(tensors, *call[6:], check=True)
         if any(needs) and not early:  # a workspace too small for the backward is refused here already
@@ -192,9 +184,9 @@ def forward_op(*call):
 def _(*call):
     tensors, (_, sizes, words, flags) = Tensors(*call[:6]), call[6:]
     (reduction, _, group), shape, new = words.split(" "), tensors.target.shape, tensors.input.new_empty
-    tokens = tensors.target.numel() * (len(sizes[3:]) if group and flags[6] else 1)
+    tokens = tensors.target.numel() * (len(sizes[3:]) if group and flags[5] else 1)
     loss = new(shape if reduction == "none" else (), dtype=torch.float32)
-    stats = [new(shape, dtype=t) if flags[5] else new(0) for t in (torch.float32, torch.float32, torch.bool)]
+    stats = [new(shape, dtype=t) if flags[4] else new(0) for t in (torch.float32, torch.float32, torch.bool)]
     saved = new((), dtype=torch.bool) if flags[3] else new((2, tokens), dtype=torch.float32)
     return loss, *stats, saved, *_filled(tensors, [f and flags[3] for f in flags[:3]])
 

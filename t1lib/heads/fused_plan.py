@@ -229,7 +229,7 @@ def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks
     for count in counts:
         for found in costs.plans(count, budget):
             need = bytes_needed(shape, found, kind == "early")
-            if need > budget and (chunks is None or workspace is not None):
+            if need > budget and chunks is None:
                 others.append((need, found))
                 break
             fit.append((costs.cost(found), found))

@@ -69,13 +69,12 @@ def test_odd_operands_and_options(name):
     every_head.test_odd_operands_and_options("fused", {}, name)
 
 
-@pytest.mark.parametrize("own", [{}, *slowly([{"accumulate": "float32"}])], ids=str)
-def test_what_holds_for_every_head(own):
-    every_head.test_certain_targets("fused", own, atol=3e-7)
-    every_head.test_the_forwards_autocast_counts_in_the_backward_too(own, "fused")
-    every_head.test_all_tokens_ignored_or_none_at_all("fused", own, "mean", torch.float32, vocabulary=40)
-    every_head.test_what_an_ignored_token_holds_reaches_no_result("fused", own, "weighted smoothing", shape=(9, 50, 16))
-    contract.test_statistics("fused", own, "plain", torch.float32)
+def test_what_holds_for_every_head():
+    every_head.test_certain_targets("fused", {}, atol=3e-7)
+    every_head.test_the_forwards_autocast_counts_in_the_backward_too({}, "fused")
+    every_head.test_all_tokens_ignored_or_none_at_all("fused", {}, "mean", torch.float32, vocabulary=40)
+    every_head.test_what_an_ignored_token_holds_reaches_no_result("fused", {}, "weighted smoothing", shape=(9, 50, 16))
+    contract.test_statistics("fused", {}, "plain", torch.float32)
 
 
 def test_numbers_that_are_none():

@@ -23,9 +23,9 @@ CHUNKED = ({}, {"by": "vocabulary", "chunks": 3})
 SINGLE = ("weight", "smoothing", "softcap", "z_loss", "token_weight")
 OWN = {  # what calls drawn by chance may pass
     "chunked": [{}, {"by": "vocabulary"}, {"chunks": 3}, {"by": "vocabulary", "chunks": 5}],
-    "fused": [{}, {}, {"chunks": 2}, {"accumulate": "float32"}],
+    "fused": [{}, {}, {"chunks": 2}],
 }
-OF_HEADS = ("chunks", "by", "accumulate", "workspace")
+OF_HEADS = ("chunks", "by", "workspace")
 HEADS = [("full", {}), *(("chunked", own) for own in CHUNKED)]
 """The heads that run anywhere and take every option."""
 

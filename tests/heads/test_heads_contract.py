@@ -41,7 +41,7 @@ BAD = {
     "head": ({"head": "fulll"}, "unknown head 'fulll'.*Did you mean 'full'"),
     "option": ({"head": "full", "chunks": 2}, "unknown option 'chunks' for head 'full'; its options: none"),
     "by": ({"head": "chunked", "by": "token"}, "unknown by 'token'; allowed: sequence, vocabulary"),
-    "accumulate": ({"accumulate": "bfloat16"}, "unknown accumulate 'bfloat16'; allowed: float32"),
+    "tail": ({"tail": "fp4"}, "unknown tail 'fp4'; allowed: fp8"),
     "chunks": ({"head": "chunked", "chunks": 0}, "chunks must be an int >= 1, got 0"),
     "chunks and workspace": ({"head": "chunked", "chunks": 2, "workspace": "1GiB"}, "chunks or workspace, not both"),
     "chunked filter": ({"head": "chunked", "filter_eps": 0.1}, "has no filter_eps; heads that take it: full, fused"),
@@ -64,7 +64,7 @@ def test_torch_head_says_when_it_is_unavailable(monkeypatch):
         linear_cross_entropy(GOOD.e, GOOD.w, GOOD.target, head="torch")
 
 
-@pytest.mark.parametrize("own", [{}, {"chunks": 3}, {"accumulate": "float32"}, {"filter_eps": 1e-3}], ids=str)
+@pytest.mark.parametrize("own", [{}, {"chunks": 3}, {"filter_eps": 1e-3}], ids=str)
 def test_fused_is_the_default_and_another_head_computes_where_its_kernels_cannot(own):
     p = problem(37, V, D)
     want = run("full", p, **{k: v for k, v in own.items() if k == "filter_eps"})
