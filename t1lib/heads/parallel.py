@@ -44,9 +44,9 @@ class Shards(NamedTuple):
 
 
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, group: ProcessGroup, vocabulary: int | None = None,
-    sequence_parallel: bool = False, head: str = "fused", linear_bias: Tensor | None = None,
-    weight: Tensor | None = None, token_weight: Tensor | None = None, **options: Any,
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, group: ProcessGroup, sequence_parallel: bool = False,
+    head: str = "fused", linear_bias: Tensor | None = None, weight: Tensor | None = None,
+    token_weight: Tensor | None = None, **options: Any,
 ) -> Tensor | tuple[Tensor, HeadStats]:  # fmt: skip
     """`t1lib.heads.linear_cross_entropy` for a vocabulary-parallel layer: each rank of `group` holds some weight rows.
     Arguments and results are the same, with head "chunked" (by sequence) or "fused", except for:
@@ -57,8 +57,7 @@ def linear_cross_entropy(
     linear_weight       (rows, D): the rank's classes, one at least, which follow those of the lower ranks. Of a DTensor
                         that is sharded by rows, pass `to_local()`, whose gradient reaches it
     linear_bias         (rows)
-    vocabulary          V, to check the shards against; None: V is the sum of their rows
-    weight              (V), the same on every rank
+    weight              (V), the sum of all ranks' rows; the same on every rank
     workspace           per rank; the hidden states gathered under sequence_parallel are not counted
 
     Unless losses are per rank (sequence_parallel with "none"), every rank returns the same loss and must call
@@ -71,7 +70,7 @@ def linear_cross_entropy(
     kind = type(group).__name__
     require(isinstance(group, ProcessGroup), f"group must be a ProcessGroup, as `mesh.get_group()` is, got {kind}")
     device = linear_weight.device if isinstance(linear_weight, Tensor) else torch.device("cpu")
-    called: dict[str, Any] = {"head": head, "vocabulary": vocabulary, "sequence_parallel": sequence_parallel}
+    called: dict[str, Any] = {"head": head, "sequence_parallel": sequence_parallel}
     error, rows = None, 0
     try:
         require_backend(group, device.type)
@@ -112,10 +111,8 @@ def _agree(group: ProcessGroup, called: dict[str, Any], error: str | None, rows:
         require(e is None, str(e) if all(other == e for other in errors) else f"rank {rank}: {e}")
     if len({repr(f) for f in facts}) > 1:
         raise T1Error(f"{difference(facts)}; {SAME}")
-    summed = f"the ranks hold {shown(held)}, together {sum(held)}, rows of linear_weight"
-    for name in ("vocabulary", "class weights"):
-        fits = called[name] is None or called[name] == sum(held)
-        require(fits, f"{summed}, but there are {called[name]!r} classes by {name}")
+    weights, summed = called["class weights"], f"the ranks hold {shown(held)}, together {sum(held)}, rows"
+    require(weights in (None, sum(held)), f"{summed} of linear_weight, but there are {weights} class weights")
     if len(known) >= MOST:
         known.clear()
     known[key] = tuple(held)
