@@ -57,7 +57,7 @@ def linear_cross_entropy(
     if own:
         own_options(head, HEADS[head], own)
     tensors = Tensors(input, linear_weight, target, linear_bias, weight, token_weight)
-    check_tensors(tensors, head)
+    check_tensors(tensors)
     given = Settings(reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps, return_stats)
     loss, stats = HEADS[head](tensors, check_settings(given), **own)
     return (loss, stats) if return_stats else loss

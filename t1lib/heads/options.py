@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from t1lib.errors import T1Error, choose, is_number, is_whole, require, shown
@@ -190,7 +190,7 @@ def parse_bytes(size: int | str) -> int:
     return found
 
 
-def check_tensors(tensors: Tensors, head: str) -> None:
+def check_tensors(tensors: Tensors) -> None:
     for name, value in zip(Tensors._fields, tensors, strict=True):
         if value is None and name in Tensors._field_defaults:
             continue
@@ -201,9 +201,9 @@ def check_tensors(tensors: Tensors, head: str) -> None:
         require(value.device == device, f"{name} is on {value.device}, input on {device}; put all on one device")
         dense = value.layout == torch.strided and not (value.is_nested or value.is_quantized or value.is_meta)
         require(dense, f"{name} must be a dense tensor, got one that is sparse, nested, quantized, of mkldnn, on meta")
-        if head != "full" and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             plain = unpack_dual(value).tangent is None and not is_functorch_wrapped_tensor(value)
-            require(plain, f'head "{head}" has no forward-mode derivative, nor any of torch.func; allowed: head="full"')
+            require(plain, f"{name} is within forward-mode differentiation or torch.func; allowed: plain autograd")
 
 
 def check_settings(given: Settings) -> Settings:
@@ -253,8 +253,6 @@ def check_range(opts: Options, in_range: Tensor | None = None) -> None:
     """Raise `T1Error` for a target out of range, on CUDA a device-side assertion. in_range: () bool, whether all are
     in it, as a kernel found."""
     flat, ignored = opts.target, opts.settings.ignore_index
-    while not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(flat):  # values are within what vmap wraps
-        flat = get_unwrapped(flat)
     if in_range is None or not flat.is_cuda:
         wrong = (flat != ignored) & ((flat < 0) | (flat >= opts.classes))
         in_range = ~wrong.any()

@@ -80,7 +80,7 @@ def linear_cross_entropy(
         settings = check_settings(Settings(**{name: options[name] for name in SETTINGS & set(options)}))
         w, b = linear_weight, linear_bias
         tensors = Tensors(input, w, target, b, weight, token_weight)
-        check_tensors(tensors, head)
+        check_tensors(tensors)
         require(w.dim() == 2 and len(w) > 0, f"linear_weight must have shape (rows, D), got {tuple(w.shape)}")
         fits = b is None or b.shape == w.shape[:1]
         require(fits, f"linear_bias must have shape ({len(w)},), got {() if b is None else tuple(b.shape)}")

@@ -12,7 +12,6 @@ from functorch.compile import make_boxed_func
 from head_cases import ODD, Problem, assert_close, assert_compiles, least_of, options, problem
 from head_cases import run as run_head
 from huggingface_models import build
-from refusals import refused
 from torch._dynamo.backends.common import aot_autograd
 
 from t1lib.heads import fused_launch, fused_plan, linear_cross_entropy, patch_head
@@ -86,13 +85,9 @@ def test_numbers_that_are_none():
             assert torch.equal(got.isfinite(), want.isfinite())
 
 
-def test_derivatives_that_are_not_there_are_refused():
-    for reduction in ("mean", "none"):
-        contract.test_second_backwards_are_right_or_refused_as_are_derivatives("fused", {}, reduction, torch.float32)
-    p = single(5, 40, 16)
-    call = partial(linear_cross_entropy, linear_weight=p.w, target=p.target, head="fused")
-    for f, x in ((call, p.e), (lambda b: call(p.e, linear_bias=b), p.b), (lambda c: call(p.e, weight=c), p.b.abs())):
-        refused(partial(torch.func.jvp, f, (x,), (x,)), "no forward-mode derivative")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_backwards_are_right_or_refused(reduction):
+    contract.test_second_backwards_are_right_or_refused_as_are_derivatives("fused", {}, reduction, torch.float32)
 
 
 def test_the_least_workspace_makes_the_gradients_in_the_backward():
