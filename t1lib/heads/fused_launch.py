@@ -159,17 +159,25 @@ class Pass:
     def find_frequent(self, even_sum: Tensor | None = None) -> None:
         """Once: where each target's tokens end (`segment_end`), and the most frequent targets. Their rows of dW add up
         in float32 over the chunks, in `frequent_sums` (H, D), at first what label smoothing takes: −c ⊗ `even_sum`.
-        `frequent` (H) int32: classes, the first `frequent_number` () of which are used; `place` (H): the position at
-        which the tokens of each begin; `slot` (V): a class's index among them, or −1."""
+        `frequent` (H): classes, the most frequent first (those of 255 tokens and more count as equal, and of equals the
+        lower one comes first), of which the first `frequent_number` () are used; `place` (H): the position at which the
+        tokens of each begin; `slot` (V and more): a class's index among them, or −1."""
         if "segment_end" in self.known or (self.dw is None and self.db is None):
             return
         self.segment_end = torch.searchsorted(self.key, self.key, right=True, out_int32=True)
         if self.dw is None:
             return
-        sums, new, weight = self.frequent_sums, self.key.new_zeros, self.opts.local_class_weight
-        self.slot = torch.full((self.vocab,), -1, dtype=torch.int16, device=self.key.device)
-        self.frequent, self.place, self.frequent_number = new(len(sums)), new(len(sums)), new(())
-        self.launch(rows.find_frequent, 1, most=len(sums), LEAST=FREQUENT_FROM, BINS=128, BLOCK=4096, num_warps=16)
+        sums, weight, device = self.frequent_sums, self.opts.local_class_weight, self.key.device
+        position = torch.arange(len(self.key), dtype=torch.int32, device=device)
+        begins = (torch.searchsorted(self.key, self.key, out_int32=True) == position) & (self.target >= 0)
+        tokens = torch.where(begins, self.segment_end - position, 0).clamp(max=255)
+        # bytes are sorted in one pass
+        tokens, place = torch.sort(tokens.to(torch.uint8), descending=True, stable=True)
+        enough, self.place = tokens[: len(sums)] >= FREQUENT_FROM, place[: len(sums)]
+        self.frequent, self.frequent_number = self.target[self.place], enough.sum(dtype=torch.int32)
+        index = torch.arange(len(sums), device=device)
+        self.slot = torch.full((self.vocab + len(sums),), -1, dtype=torch.int16, device=device)
+        self.slot.scatter_(0, torch.where(enough, self.frequent, self.vocab + index), index.to(torch.int16))
         if even_sum is None:
             sums.zero_()
         else:

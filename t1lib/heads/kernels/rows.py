@@ -1,5 +1,5 @@
-"""What is done once per call, which would be some seventy launches of PyTorch's (order, factors, frequent targets); and
-per row of a chunk: packing hidden states, finishing statistics and factors, writing dE, sums for dBias."""
+"""What is done once per call, which would be some fifty launches of PyTorch's (order, factors); and per row of a chunk:
+packing hidden states, finishing statistics and factors, writing dE, sums for dBias."""
 
 import triton
 import triton.language as tl
@@ -75,47 +75,6 @@ def fill_rows(
     tl.store(row + tiles.SOFTMAX * tokens + n, everything, mask=inside)
     tl.store(row + tiles.TARGET * tokens + n, own, mask=inside)
     tl.store(row + tiles.EVEN * tokens + n, even, mask=inside)
-
-
-@triton.jit
-def _run_length(n, key, target, segment_end, tokens):
-    """Where the tokens of one of this process's targets begin, their number; elsewhere 0."""
-    inside = n < tokens
-    first = inside & (tl.load(target + n, mask=inside, other=-1) >= 0)
-    mine = tl.load(key + n, mask=inside, other=-1)
-    first = first & (mine != tl.load(key + n - 1, mask=inside & (n > 0), other=-1))
-    return tl.where(first, tl.load(segment_end + n, mask=first, other=0) - n, 0)
-
-
-@triton.jit(do_not_specialize=("tokens",))
-def find_frequent(
-    key, target, segment_end, frequent, place, slot, frequent_number, tokens, most,
-    LEAST: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program. frequent, place, slot ← the `most` targets with the most tokens, LEAST or more; those of BINS − 1
-    tokens and more count as equal, and of equals the lower class comes first."""
-    bins = tl.arange(0, BINS)
-    counts = tl.zeros([BINS], tl.int32)
-    for begin in range(0, tokens, BLOCK):
-        length = _run_length(begin + tl.arange(0, BLOCK), key, target, segment_end, tokens)
-        counts += tl.histogram(tl.minimum(length, BINS - 1), BINS)
-    at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # targets with so many tokens or more
-    least = tl.min(tl.where((at_least <= most) & (bins >= LEAST), bins, BINS), 0)  # from here on all are taken
-    room = most - tl.sum(tl.where(bins == least, at_least, 0), 0)  # for those with one token less
-    taken = 0
-    for begin in range(0, tokens, BLOCK):
-        n = begin + tl.arange(0, BLOCK)
-        length = tl.minimum(_run_length(n, key, target, segment_end, tokens), BINS - 1)
-        short = ((length == least - 1) & (least > LEAST)).to(tl.int32)
-        take = (length >= least) | ((short > 0) & (tl.cumsum(short, 0) <= room))
-        index = taken + tl.cumsum(take.to(tl.int32), 0) - 1
-        y = tl.load(target + n, mask=take, other=0)
-        tl.store(frequent + index, y, mask=take)
-        tl.store(place + index, n, mask=take)
-        tl.store(slot + y, index.to(tl.int16), mask=take)
-        room -= tl.sum(short, 0)
-        taken += tl.sum(take.to(tl.int32), 0)
-    tl.store(frequent_number, taken)
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
