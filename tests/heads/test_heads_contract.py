@@ -46,7 +46,6 @@ BAD = {
     "chunks and workspace": ({"head": "chunked", "chunks": 2, "workspace": "1GiB"}, "chunks or workspace, not both"),
     "chunked filter": ({"head": "chunked", "filter_eps": 0.1}, "has no filter_eps; heads that take it: full, fused"),
     "torch smoothing": ({"head": "torch", "label_smoothing": 0.1}, "has no label_smoothing; heads that take it"),
-    "torch softcap": ({"head": "torch", "softcap": 1.0}, "has no softcap; heads that"),
 }
 
 
@@ -131,31 +130,22 @@ def test_statistics(head, own, name, dtype=torch.float64):
 @pytest.mark.parametrize("own", CHUNKED, ids=str)
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_never_waits_and_never_holds_more_than_a_chunk(own, name, reduction):
-    p, upstream = problem(64, 1000, 8, dtype=torch.bfloat16), torch.ones(64 if reduction == "none" else ())
-    with Recorder() as seen:
-        run("chunked", p, upstream, reduction=reduction, **options(name, p), **own)
-    assert seen.waits == ["_local_scalar_dense"]  # the check of the targets' range, on a CPU alone
-    assert max(numel for numel, _ in seen.made) == (64 * 336 if "by" in own else PAIR * 8 * 1000)
+def test_products_waits_and_memory(own, name, reduction):
+    """8 chunks by sequence, 3 by vocabulary, of columns that are a multiple of 8: others take products of their own."""
+    p, upstream = problem(64, 1008, 8, dtype=torch.bfloat16), torch.ones(64 if reduction == "none" else ())
+    loss, weight = (3 if "by" in own else 8), (3 if "by" in own else 8 // PAIR)
+    again = loss * ("by" in own or reduction == "none")  # logits for the backward
+    for grad in ((True, True, True), (True, False, True), (False, True, False)):
+        with Recorder() as seen:
+            run("chunked", p, upstream, grad=grad, reduction=reduction, **options(name, p), **own)
+        assert len(seen.products) == loss + again + loss * grad[0] + weight * grad[1]
+        assert seen.waits == ["_local_scalar_dense"]  # the check of the targets' range, on a CPU alone
+        assert max(numel for numel, _ in seen.made) == (64 * 336 if "by" in own else PAIR * 8 * 1008)
     if "by" not in own:
-        p = problem(64, 1000, 64, dtype=torch.bfloat16)  # now a V × D buffer is larger than a chunk
+        p = problem(64, 1008, 64, dtype=torch.bfloat16)  # now a V × D buffer is larger than a chunk
         with Recorder() as seen:
             run("chunked", p, upstream, reduction=reduction, **options(name, p))
-        assert {dtype for numel, dtype in seen.made if numel > 8 * 1000} == {torch.bfloat16}
-
-
-def test_number_of_products():
-    """64 classes, because the columns beyond a multiple of 8 take a product of their own."""
-    for own, reduction, grad, products in (
-        ({}, "mean", (True, False, False), 2 * 4),
-        ({}, "mean", (False, True, False), 4 + 4 // PAIR),
-        ({}, "none", (True, True, True), 3 * 4 + 4 // PAIR),
-        ({"by": "vocabulary"}, "mean", (True, True, True), 4 * 4),
-        ({"by": "vocabulary"}, "mean", (True, False, True), 3 * 4),
-    ):
-        with Recorder() as seen:
-            run("chunked", problem(8, 64, 3), grad=grad, reduction=reduction, chunks=4, **own)
-        assert len(seen.products) == products
+        assert {dtype for numel, dtype in seen.made if numel > 8 * 1008} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("head, own", [*HEADS[1:], pytest.param(*HEADS[0], marks=pytest.mark.slow)])
