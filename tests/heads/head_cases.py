@@ -12,6 +12,7 @@ from refusals import refused
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy
 
 OPTION_SETS = ("plain", "weight", "smoothing", "weighted smoothing", "softcap", "z_loss", "token_weight", "all")
@@ -25,7 +26,6 @@ OWN = {  # what calls drawn by chance may pass
     "chunked": [{}, {"by": "vocabulary"}, {"chunks": 3}, {"by": "vocabulary", "chunks": 5}],
     "fused": [{}, {}, {"chunks": 2}],
 }
-OF_HEADS = ("chunks", "by", "workspace")
 HEADS = [("full", {}), *(("chunked", own) for own in CHUNKED)]
 """The heads that run anywhere and take every option."""
 
@@ -183,8 +183,8 @@ def spread(draw: random.Random, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def drawn(draw: random.Random, head: str, most: tuple[int, int, int], device: str) -> tuple[Problem, dict[str, Any]]:
-    """Operands of at most these sizes (tokens, vocabulary, hidden size), and arguments of `run`."""
+def drawn(draw: random.Random, head: str, most: tuple[int, int, int], device: str) -> tuple[Problem, dict, dict]:
+    """Operands of at most these sizes (tokens, vocabulary, hidden size); arguments of `run`, and the head's own."""
     n, v, d = (1 + int(size * draw.random() ** 3) for size in most)
     dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
     p = problem(n, v + 1, max(d, 8), dtype=dtype, bias=draw.random() < 0.5, seed=draw.randrange(10**6), device=device)
@@ -200,27 +200,24 @@ def drawn(draw: random.Random, head: str, most: tuple[int, int, int], device: st
         given["softcap"] = draw.choice([4.0, 30.0, 1e5])  # a tighter one saturates
     grads = [draw.random() < 0.8 for _ in range(3)]
     given["grad"] = tuple(grads) if any(grads[:2]) else (True, True, True)
-    own = draw.choice(OWN[head])
-    return p, given | own | ({} if own else {"workspace": draw.choice([None, None, "1MiB", "40MiB"])})
+    own = draw.choice(OWN[head]) or {"workspace": draw.choice([None, None, "1MiB", "40MiB"])}
+    return p, given, own
 
 
 def check(seed: int, head: str, most: tuple[int, int, int], device: str) -> None:
     """Losses, gradients and statistics are as exact as 16 bits let `full` be, or float32 lets anything be."""
-    p, given = drawn(random.Random(seed), head, most, device)
-    told = {k: v for k, v in given.items() if not isinstance(v, Tensor)} | {"dtype": p.e.dtype, "seed": seed}
-    plain = {k: v for k, v in given.items() if k not in OF_HEADS}
-    exact, usual = run("full", p.to(torch.float64), **plain), run("full", p, **plain)
+    p, given, own = drawn(random.Random(seed), head, most, device)
+    told = {k: v for k, v in (given | own).items() if not isinstance(v, Tensor)} | {"dtype": p.e.dtype, "seed": seed}
+    exact, usual = run("full", p.to(torch.float64), **given), run("full", p, **given)
     try:
-        got = run(head, p, **given)
-    except Exception as error:
-        assert "the least that works" in refused(lambda: run(head, p, **given)), (told, error)
+        got = run(head, p, **given, **own)
+    except T1Error as error:
+        assert "the least that works" in str(error), told
         return
+    del given["grad"]
     with torch.no_grad():  # the loss alone is computed otherwise
-        stats = {"linear_bias": p.b, "return_stats": True, **given}
-        del stats["grad"]
-        alone, found = linear_cross_entropy(p.e, p.w, p.target, head=head, **stats)
-        stats = {k: v for k, v in stats.items() if k not in OF_HEADS}
-        _, wanted = linear_cross_entropy(p.e, p.w, p.target, head="full", **stats)
+        call = partial(linear_cross_entropy, p.e, p.w, p.target, linear_bias=p.b, return_stats=True, **given)
+        (alone, found), (_, wanted) = call(head=head, **own), call(head="full")
     for what, g, u, x in zip(range(5), (alone, *got), (usual[0], *usual), (exact[0], *exact), strict=False):
         assert g.dtype == u.dtype and g.isfinite().all(), (what, told)
         error, least = ((t.double() - x).norm() for t in (g, u))

@@ -134,12 +134,10 @@ STRIDED = FROZEN.t().contiguous().t().requires_grad_()
 LAST: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "dtype": ({"input": P.e.double()}, {}, "disagree about input: .*float32.* on rank 0|linear_weight is"),
     "tokens": ({"input": P.e[:9], "target": P.target[:9]}, {}, r"disagree about input: .*\(36, 16\).*\(9, 16\)"),
-    "option": ({"softcap": 3.0}, {"softcap": None}, "disagree about softcap: None on rank 0.*3.0 on rank"),
     "workspace": ({"workspace": "2KiB"}, {"workspace": 1024}, "disagree about workspace: 1024 on rank 0.*2048 on"),
     "bad workspace": ({"workspace": "2 miles"}, {}, r"^rank \d: bad size '2 miles'"),
     "frozen weight": ({"linear_weight": FROZEN}, {}, "disagree about linear_weight: .*requires grad.*constant"),
     "order of a weight in memory": ({"linear_weight": STRIDED}, {}, "disagree about linear_weight"),
-    "class weights": ({"weight": torch.full((257,), 2.0)}, {}, "disagree about weight"),
     "deal of tokens": ({"sequence_parallel": True}, {}, "disagree about sequence_parallel: False on rank 0"),
     "target, out of range,": ({"target": P.target + 257}, {"sequence_parallel": True}, r"lie in \[0, 257\)"),
 }

@@ -66,6 +66,12 @@ def exact_of(p: Problem, **kwargs) -> tuple:
     return run("full", p.to(torch.float64), torch.ones((), device=p.e.device).double(), **kwargs)
 
 
+def in_three_ways(p: Problem) -> tuple:
+    """Losses and gradients in float64, and in bfloat16 by `full` and in FP8."""
+    one = torch.ones((), device=p.e.device)
+    return exact_of(p), run("full", p, one), run("fused", p, one, tail="fp8")
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -110,12 +116,11 @@ def test_the_twin_is_as_exact_as_full(kind):
 @pytest.mark.parametrize("kind", STATES)
 @pytest.mark.parametrize("sizes", [(1000, 5003, 264), (700, 20011, 512)])
 def test_errors_are_the_twins_and_below_fulls(kind, sizes):
-    p, one = state(kind, *sizes, device="cuda"), torch.ones((), device="cuda")
-    exact = exact_of(p)
-    full, got, again = (run(h, p, one, **o) for h, o in (("full", {}), *2 * (("fused", {"tail": "fp8"}),)))
-    assert all(map(torch.equal, got, again))
+    p = state(kind, *sizes, device="cuda")
+    exact, full, got = in_three_ways(p)
+    assert all(map(torch.equal, got, run("fused", p, torch.ones((), device="cuda"), tail="fp8")))
     assert abs(got[0] - exact[0]) <= 2e-6 * exact[0]
-    found, bound, other = (errors(x, exact[1:3]) for x in (got[1:3], full[1:3], twin(p)))
+    found, bound, other = (errors(x, exact[1:]) for x in (got[1:], full[1:], twin(p)))
     kept = (g <= 1.05 * f and g <= 1.3 * t for g, f, t in zip(found, bound, other, strict=True))
     assert all(kept), (found, bound, other)
 
@@ -159,13 +164,13 @@ def test_odd_sizes_and_a_weight_of_odd_rows(n, v, d):
 @pytest.mark.parametrize("many", [1, 90, 300, 1200])
 def test_large_entries_that_no_sample_sees(many):
     """With 5000 classes every fourth one is looked at: `many` others hold nearly all of the softmax."""
-    p, one = state("flat", 600, 5000, 64, "cuda"), torch.ones((), device="cuda")
+    p = state("flat", 600, 5000, 64, "cuda")
     p.w.zero_()
     p.w[1 : 4 * many : 4, 0] = 1.0
     p.w[:, 1:] = 0.02 * torch.randn(5000, 63, device="cuda")
     p.e[:, 0] = torch.linspace(5.0, 60.0, 600, device="cuda")
-    exact, full, got = exact_of(p), run("full", p, one), run("fused", p, one, tail="fp8")
-    for g, f in zip(errors(got[:3], exact[:3]), errors(full[:3], exact[:3]), strict=True):
+    exact, full, got = in_three_ways(p)
+    for g, f in zip(errors(got, exact), errors(full, exact), strict=True):
         assert g <= max(1.05 * f, 4e-3)
 
 
@@ -191,10 +196,10 @@ ODD = {
 @on_gpu
 @pytest.mark.parametrize("change", ODD)
 def test_odd_numbers_are_right_or_those_of_full(change):
-    p, one = state("trained", 500, 3000, 128, "cuda"), torch.ones((), device="cuda")
+    p = state("trained", 500, 3000, 128, "cuda")
     ODD[change](p)
-    exact, full, got = exact_of(p), run("full", p, one), run("fused", p, one, tail="fp8")
-    for g, f, x in zip(got[:3], full[:3], exact[:3], strict=True):
+    exact, full, got = in_three_ways(p)
+    for g, f, x in zip(got, full, exact, strict=True):
         finite = x.isfinite() & f.isfinite()
         assert not (g.isfinite() & ~f.isfinite()).any() or change.startswith("w")  # never a number where there is none
         if finite.all():
