@@ -59,7 +59,7 @@ def fused(
 def _check_tail(tensors: Tensors, s: Settings, chunks: int | None) -> None:
     """Raise `T1Error` where FP8 cannot be had and other numbers than wanted would come out."""
     device, dtypes = tensors.input.device, (tensors.input.dtype, tensors.linear_weight.dtype)
-    compute = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtypes[0]
+    compute = options.autocast_dtype(tensors.input) or dtypes[0]
     wrong = {
         f"products in {compute}": compute != torch.bfloat16, "float16 parameters": torch.float16 in dtypes,
         "a GPU without FP8": device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9),
@@ -75,8 +75,7 @@ def kernels_run(input: Tensor) -> bool:
     """Whether the kernels take this input: on CUDA, or in Triton's interpreter, up to 32 bits per element. Products of
     bfloat16 (also from autocast) are wrong in the interpreter, without an error."""
     empty = not torch.compiler.is_compiling() and input.numel() == 0  # the compiler may not know the number of tokens
-    device = input.device.type
-    compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+    compute = options.autocast_dtype(input) or input.dtype
     there = compute != torch.bfloat16 if os.environ.get("TRITON_INTERPRET") == "1" else input.is_cuda
     runs = there and not empty and input.dtype != torch.float64
     if runs and triton is None:
@@ -88,8 +87,8 @@ def _packed(tensors: Tensors, s: Settings, chunks: int, tail: bool) -> tuple[lis
     """The operators' other arguments: numbers, sizes, words, and flags: which gradients, `early`, statistics, sequence,
     FP8. Shapes, and values of tensors, are checked in the operator: the compiler cannot trace that."""
     input, w, _, b, *_ = tensors
-    autocast = torch.is_autocast_enabled(input.device.type)
-    compute = torch.get_autocast_dtype(input.device.type) if autocast else input.dtype
+    autocast = options.autocast_dtype(input)
+    compute = autocast or input.dtype
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (input, w, b)]
     hopper = input.is_cuda and fused_plan.device_of(input.device).kind == "hopper"
     tail = tail and hopper and s.reduction != "none" and w.dim() == 2 and w.shape[0] >= 2048 and w.shape[1] >= 64
@@ -100,7 +99,7 @@ def _packed(tensors: Tensors, s: Settings, chunks: int, tail: bool) -> tuple[lis
     group, rows, sequence = s.shards or (None, (), False)
     numbers = [s.label_smoothing, s.softcap or 0.0, s.z_loss, s.filter_eps or 0.0]
     sizes = [s.ignore_index, -1 if s.workspace is None else s.workspace, chunks, *rows]
-    words = f"{s.reduction} {DTYPES[compute] if autocast else '-'} {'' if group is None else group.group_name}"
+    words = f"{s.reduction} {DTYPES[autocast] if autocast else '-'} {'' if group is None else group.group_name}"
     return numbers, sizes, words, [*needs, early, s.return_stats, sequence, tail]
 
 

@@ -157,18 +157,23 @@ def on_flat_operands(compute: Callable) -> Callable:
 
     @functools.wraps(compute)
     def head(tensors: Tensors, settings: Settings, **own: Any) -> tuple[Tensor, HeadStats | None]:
-        device = tensors.input.device.type
         e, w, target, b, *rest = tensors
-        if torch.is_autocast_enabled(device):  # as in `F.linear`
-            dtype = torch.get_autocast_dtype(device)
+        dtype = autocast_dtype(e)
+        if dtype is not None:  # as in `F.linear`
             e, w, b = (t if t is None or t.dtype not in DTYPES[:3] else t.to(dtype) for t in (e, w, b))
         opts = Options(Tensors(e, w, target, b, *rest), settings)
         check_range(opts)
-        with torch.autocast(device, enabled=False):  # operands are already cast, the rest is float32
+        with torch.autocast(e.device.type, enabled=False):  # operands are already cast, the rest is float32
             e = torch.where(opts.own(opts.valid)[:, None], e.reshape(-1, e.shape[-1]), 0.0)
             return compute(e, w, b, opts, **own)
 
     return head
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The dtype that operands on the tensor's device are cast to; None outside autocast."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def own_options(name: str, head: Callable, given: dict[str, Any]) -> None:

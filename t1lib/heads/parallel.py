@@ -13,7 +13,7 @@ from t1lib.errors import T1Error, choose, require, shown
 from t1lib.heads.chunked import chunked
 from t1lib.heads.fused import fused
 from t1lib.heads.fused_plan import device_of
-from t1lib.heads.options import HeadStats, Settings, Tensors, check_settings, check_tensors, own_options
+from t1lib.heads.options import HeadStats, Settings, Tensors, autocast_dtype, check_settings, check_tensors, own_options
 
 HEADS = {"chunked": chunked, "fused": fused}  # those that work on shards of the weight
 SAME = "every rank of the group must pass the same"
@@ -84,8 +84,7 @@ def linear_cross_entropy(
         require(w.dim() == 2 and len(w) > 0, f"linear_weight must have shape (rows, D), got {tuple(w.shape)}")
         fits = b is None or b.shape == w.shape[:1]
         require(fits, f"linear_bias must have shape ({len(w)},), got {() if b is None else tuple(b.shape)}")
-        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        called |= {**settings._asdict(), **own, "autocast": autocast, "grad mode": torch.is_grad_enabled()}
+        called |= {**settings._asdict(), **own, "autocast": autocast_dtype(input), "grad mode": torch.is_grad_enabled()}
         called |= {"device": device_of(device), **{n: _described(t, n) for n, t in tensors._asdict().items()}}
         called["class weights"], rows = None if weight is None else weight.numel(), len(w)
     except T1Error as e:
