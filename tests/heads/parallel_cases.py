@@ -1,6 +1,9 @@
-"""Cases of the vocabulary-parallel heads, by name: what each process of the group does (test_heads_parallel.py)."""
+"""Cases of the vocabulary-parallel heads, by name: what each process of the group does (test_heads_parallel.py). Their
+values, how they go about it, and bad input, on which every process raises."""
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,12 +12,17 @@ from unittest.mock import patch
 import head_cases
 import torch
 import torch.distributed as dist
-from head_cases import OPTION_SETS, REDUCTIONS, Problem, options, problem, upstream_for
-from processes import Cases
+from head_cases import OPTION_SETS, REDUCTIONS, Problem, assert_close, least_of, options, problem, run, upstream_for
+from processes import Cases, next_port
+from refusals import refused
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from t1lib.heads import fused_launch
 from t1lib.heads import linear_cross_entropy as in_one
-from t1lib.heads.parallel import linear_cross_entropy
+from t1lib.heads.fused_plan import early_from
+from t1lib.heads.parallel import AGREED, linear_cross_entropy
 
 CHUNKED = {"head": "chunked", "chunks": 3}
 SIZE = 3
@@ -22,6 +30,10 @@ ROWS = (90, 7, 160)  # of the weight on each rank: 257 classes in total
 FEW = (24, 4, 20)  # for the interpreter; rows of these numbers of logits need no padding
 STATS = ("lse", "logprob", "correct")
 GRADS = {"input": (True, False, False), "weight": (False, True, False), "bias": (False, False, True)}
+
+
+def every_case() -> Cases:
+    return {**values(), **manners(), **refusals()}
 
 
 def values() -> Cases:
@@ -76,7 +88,7 @@ def agrees(p: Problem, rows: tuple[int, ...], tolerance: float, **kwargs: Any) -
     want, got = expected(p, rows, **kwargs), on_shards(p, rows, **kwargs)
     assert got.keys() == want.keys(), (got.keys(), want.keys())
     names = [name for name in want if want[name].numel()]
-    head_cases.assert_close([got[name] for name in names], [want[name] for name in names], tolerance)
+    assert_close([got[name] for name in names], [want[name] for name in names], tolerance)
 
 
 def sixteen_bits(p: Problem, rows: tuple[int, ...], own: dict[str, Any], **kwargs: Any) -> None:
@@ -138,3 +150,176 @@ def results(
         upstream = every if every.shape == loss.shape else every.chunk(dist.get_world_size())[dist.get_rank()]
         found |= zip(wanted, torch.autograd.grad(loss, list(wanted.values()), upstream), strict=True)
     return found
+
+
+def manners() -> Cases:
+    p, q = problem(150, 257, 64, dtype=torch.bfloat16), problem(20, sum(FEW), 64, dtype=torch.float16)
+    return {
+        "the loss and dE have the same bits everywhere": same_bits,
+        "chunked, 16 bits": partial(sixteen_bits, p, ROWS, CHUNKED),
+        "calls are compared once": compared_once,
+        "chunked, the least workspace": counted,
+        "fused, targets elsewhere write nothing": within_bounds,
+        "fused, 16 bits": partial(sixteen_bits, q, FEW, {"head": "fused"}),
+        "fused, compiled": compiled,
+        "fused, a workspace that decides for one rank alone": of_the_largest,
+    }
+
+
+def of_the_largest() -> None:
+    """Between what ranks with 200 and with 8 rows would take for gradients in the forward: all must decide alike."""
+    p = problem(9, 216, 8, dtype=torch.float32)
+    limits = [early_from(9, rows, 8, 4, cuda=False) for rows in (8, 200)]
+    agrees(p, (200, 8, 8), 3e-6, head="fused", workspace=sum(limits) // 2)
+
+
+def same_bits() -> None:
+    got = on_shards(P, ROWS, **CHUNKED)
+    for name in ("loss", "input"):
+        every = [torch.empty_like(got[name]) for _ in range(SIZE)]
+        dist.all_gather(every, got[name].contiguous())
+        assert all(torch.equal(t, got[name]) for t in every), name
+
+
+def compared_once() -> None:
+    """The ranks compare a call when they make it first, and not again."""
+    seen, share = [], dist.all_gather_object
+    AGREED.clear()
+    with patch.object(dist, "all_gather_object", lambda *args, **kwargs: (seen.append(1), share(*args, **kwargs))):
+        for _ in range(2):
+            on_shards(P, ROWS, **CHUNKED)
+        on_shards(P, ROWS, softcap=4.0, **CHUNKED)
+    assert len(seen) == 2
+
+
+def counted() -> None:
+    """The least workspace of `chunked` is that of one process, plus the buffer for summing dE."""
+    for dtype in (torch.float32, torch.bfloat16):
+        p, most = problem(36, 257, 16, dtype=dtype, bias=False), max(ROWS)
+        one = Problem(p.e, p.w[:most], None, p.target % most)
+        kwargs = {"bias": False, "head": "chunked"}
+        alone = least_of(partial(results, in_one, one, one.target, **kwargs))
+        for dealt in (False, True):
+            least = least_of(partial(on_shards, p, ROWS, sequence_parallel=dealt, **kwargs))
+            assert 0 < least - alone <= 2 * 36 * 16 * 4
+
+
+def sharded() -> None:
+    """A DTensor is refused with what to pass instead, by which its gradient is a DTensor, too."""
+    w = distribute_tensor(P.w, init_device_mesh("cpu", (SIZE,)), [Shard(0)]).requires_grad_()
+    call = partial(linear_cross_entropy, target=P.target, group=dist.group.WORLD, **CHUNKED)
+    raises(lambda: call(P.e, w), r"linear_weight is a DTensor; .* its to_local\(\)")
+    whole = distribute_tensor(P.e, w.device_mesh, [Replicate()])
+    raises(lambda: call(whole, w.to_local()), r"input is a DTensor; .* its to_local\(\)")
+    for head in ("full", "chunked", "torch"):
+        raises(lambda head=head: in_one(whole, w, P.target, head=head), r"input is a DTensor; pass its full_tensor\(\)")
+    (dw,) = torch.autograd.grad(call(P.e, w.to_local()), w)
+    want = run("full", Problem(P.e, P.w, None, P.target), torch.ones(()))[2]
+    assert_close([dw.full_tensor()], [want], 1e-5)
+
+
+def within_bounds() -> None:
+    """The rows just before and after this shard's dW are left unchanged."""
+    add = fused_launch.Pass.add_targets
+
+    def between_guards(self: Any, *args: Any) -> None:
+        guarded = torch.nn.functional.pad(self.dw, (0, 0, 1, 1), value=7.0)
+        self.known["dw"] = guarded[1:-1]
+        add(self, *args)
+        assert (guarded[0] == 7).all() and (guarded[-1] == 7).all()
+        self.dw.copy_(guarded[1:-1])
+
+    with patch.object(fused_launch.Pass, "add_targets", between_guards):
+        agrees(problem(9, sum(FEW), 16, dtype=torch.float32), FEW, 3e-6, head="fused", bias=False)
+
+
+def compiled() -> None:
+    """The compiler is told the shapes that the operator returns, of all ranks' tokens and for the largest shard."""
+    p = problem(9, sum(FEW), 16, dtype=torch.float32)
+    call = torch.compile(linear_cross_entropy, backend="aot_eager")
+    with patch.object(sys.modules[__name__], "linear_cross_entropy", call):
+        agrees(p, FEW, 3e-6, head="fused", sequence_parallel=True)
+
+
+def groups_made_anew() -> None:
+    """A group that was destroyed is not kept alive, and what it agreed to does not hold for one of the same name."""
+    p, old = problem(5, sum(FEW), 16, dtype=torch.float32), None
+    refused(lambda: linear_cross_entropy(p.e, p.w, p.target, group=None), "call torch.distributed.init_process_group")
+    for rows in (FEW, FEW[::-1]):
+        dist.init_process_group("gloo")
+        assert old is None or old() is None
+        for own in ({"head": "fused"}, CHUNKED):
+            agrees(p, rows, 3e-6, **own)
+        old = weakref.ref(dist.group.WORLD)
+        dist.destroy_process_group()
+        gc.collect()
+        next_port()
+    assert old() is None
+
+
+P = problem(36, 257, 16, dtype=torch.float32)
+FROZEN = P.w[-ROWS[-1] :]
+STRIDED = FROZEN.t().contiguous().t().requires_grad_()
+LAST: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "dtype": ({"input": P.e.double()}, {}, "disagree about input: .*float32.* on rank 0|linear_weight is"),
+    "tokens": ({"input": P.e[:9], "target": P.target[:9]}, {}, r"disagree about input: .*\(36, 16\).*\(9, 16\)"),
+    "workspace": ({"workspace": "2KiB"}, {"workspace": 1024}, "disagree about workspace: 1024 on rank 0.*2048 on"),
+    "bad workspace": ({"workspace": "2 miles"}, {}, r"^rank \d: bad size '2 miles'"),
+    "frozen weight": ({"linear_weight": FROZEN}, {}, "disagree about linear_weight: .*requires grad.*constant"),
+    "order of a weight in memory": ({"linear_weight": STRIDED}, {}, "disagree about linear_weight"),
+    "deal of tokens": ({"sequence_parallel": True}, {}, "disagree about sequence_parallel: False on rank 0"),
+    "target, out of range,": ({"target": P.target + 257}, {"sequence_parallel": True}, r"lie in \[0, 257\)"),
+}
+"""What differs on the last rank: (its arguments, those of all ranks, the message)."""
+
+WIDE = {"input": P.e.double(), "linear_weight": P.w.double(), "linear_bias": None}
+EVERY: dict[str, tuple[dict[str, Any], str]] = {
+    "class weights": ({"weight": torch.ones(258)}, r"\[.*\], together 257, rows .*, but there are 258 class"),
+    "by vocabulary": ({"head": "chunked", "by": "vocabulary"}, 'by="sequence"'),
+    "a filter where chunked stands in": ({**WIDE, "filter_eps": 0.1}, "has no filter_eps"),
+    "a target out of range": ({"target": P.target.clamp(min=257)}, r"lie in \[0, 257\).*got 257"),
+    "workspace": ({"workspace": 1000}, "the least that works is"),
+    "no rows": ({"linear_weight": P.w[:0]}, r"\(0, 16\)"),
+    "no group": ({"group": None}, "group must be a ProcessGroup, .*got NoneType"),
+}
+"""What all ranks pass, of the weight its own rows: (arguments, the message)."""
+
+
+def refusals() -> Cases:
+    found: Cases = {f"another {what} on one rank": partial(refuses, *case) for what, case in LAST.items()}
+    found |= {f"refused: {what}": partial(refuses, {}, *case) for what, case in EVERY.items()}
+    found["refused: a DTensor"] = sharded
+    found["refused: a backend for CUDA alone"] = backend
+    found["options left out are the defaults"] = the_same
+    return found
+
+
+def refuses(last: dict[str, Any], change: dict[str, Any], message: str) -> None:
+    """With `change` on every rank, and `last` on the last one too, each raises T1Error, and none waits for others."""
+    part = own_rows(ROWS)
+    kwargs = {"input": P.e, "linear_weight": P.w, "target": P.target, "linear_bias": P.b[part], "head": "fused"}
+    kwargs |= {"group": dist.group.WORLD, "sequence_parallel": False, **change}
+    kwargs["linear_weight"] = kwargs["linear_weight"][part].requires_grad_()
+    if dist.get_rank() == SIZE - 1:
+        kwargs |= last
+    raises(lambda: linear_cross_entropy(**kwargs), message)
+
+
+def raises(call: Callable[[], Any], message: str) -> None:
+    AGREED.clear()  # a call that the ranks agreed to before is not compared again
+    refused(call, match=message)
+
+
+def the_same() -> None:
+    """On the last rank some options are given as their defaults."""
+    AGREED.clear()
+    given = {"workspace": "1MiB"}
+    if dist.get_rank() == SIZE - 1:
+        given = {"label_smoothing": 0.0, "softcap": None, "ignore_index": None, "workspace": 2**20}
+    on_shards(P, ROWS, head="chunked", **given)
+
+
+def backend() -> None:
+    with patch.object(dist, "get_backend_config", lambda _: "cuda:nccl"):
+        call = partial(linear_cross_entropy, P.e, P.w, P.target, group=dist.group.WORLD)
+        raises(call, "nccl for cuda; use gloo for cpu")

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from head_cases import REDUCTIONS, options, problem
 from huggingface_models import assert_close, batch, build, gradients
-from parallel_cases import CHUNKED, SIZE, agrees, own_rows, sixteen_bits, values
-from parallel_manners import groups_made_anew, manners, refusals
+from parallel_cases import CHUNKED, SIZE, agrees, every_case, groups_made_anew, own_rows, sixteen_bits
 from processes import SIZES, Cases, Outcomes, work
 from refusals import refused
 from torch.distributed.fsdp import fully_shard
@@ -68,7 +67,7 @@ def wrapped(case: str) -> None:
 def cases(size: int, folder: Path | None = None) -> Cases:
     if size != SIZE:
         return {f"patch_head, {name}": partial(wrapped, name) for name in WRAPPED}
-    return {**values(), **manners(), **refusals()}
+    return every_case()
 
 
 def alone(size: int, folder: Path | None = None) -> Cases:
