@@ -93,7 +93,8 @@ class Tail(Pass):
     def __init__(self, o: Operands) -> None:
         found = plan(o.shape, o.opts.settings.workspace, o.device.units)
         super().__init__(o, "early", own=(found, layout(o.shape, found)))
-        self.e4m3, self.width, self.columns = self.z.view(torch.float8_e4m3fn), self.z.shape[1], None
+        self.e4m3, self.width = self.z.view(torch.float8_e4m3fn), self.z.shape[1]
+        self.columns = None  # the product itself looks up which classes are frequent
         self.gain_w = gain_of(torch.linalg.vector_norm(o.w, torch.inf)) if o.needs[0] else None
 
     def offsets(self, splits: int, every: int) -> None:
