@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from t1lib.errors import T1Error, choose, require, shown
+from t1lib.errors import T1Error, choose, require
 from t1lib.heads.chunked import chunked
 from t1lib.heads.fused import fused
 from t1lib.heads.fused_plan import device_of
@@ -86,7 +86,7 @@ def linear_cross_entropy(
         require(fits, f"linear_bias must have shape ({len(w)},), got {() if b is None else tuple(b.shape)}")
         called |= {**settings._asdict(), **own, "autocast": autocast_dtype(input), "grad mode": torch.is_grad_enabled()}
         called |= {"device": device_of(device), **{n: _described(t, n) for n, t in tensors._asdict().items()}}
-        called["class weights"], rows = None if weight is None else weight.numel(), len(w)
+        rows = len(w)
     except T1Error as e:
         error = str(e)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # through which objects are sent
@@ -99,7 +99,7 @@ def linear_cross_entropy(
 @torch.compiler.disable
 def _agree(group: ProcessGroup, called: dict[str, Any], error: str | None, rows: int) -> tuple[int, ...]:
     """Compare a call that this rank makes for the first time; return how many weight rows each rank holds. Raises
-    `T1Error` on every rank: for the first `error`, a fact that differs, or classes not as many as the rows."""
+    `T1Error` on every rank: for the first `error`, or a fact that differs."""
     known, key = AGREED.setdefault(group, {}), repr((called, rows))
     if error is None and key in known:
         return known[key]
@@ -110,8 +110,6 @@ def _agree(group: ProcessGroup, called: dict[str, Any], error: str | None, rows:
         require(e is None, str(e) if all(other == e for other in errors) else f"rank {rank}: {e}")
     if len({repr(f) for f in facts}) > 1:
         raise T1Error(f"{difference(facts)}; {SAME}")
-    weights, summed = called["class weights"], f"the ranks hold {shown(held)}, together {sum(held)}, rows"
-    require(weights in (None, sum(held)), f"{summed} of linear_weight, but there are {weights} class weights")
     if len(known) >= MOST:
         known.clear()
     known[key] = tuple(held)

@@ -274,7 +274,7 @@ LAST: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 WIDE = {"input": P.e.double(), "linear_weight": P.w.double(), "linear_bias": None}
 EVERY: dict[str, tuple[dict[str, Any], str]] = {
-    "class weights": ({"weight": torch.ones(258)}, r"\[.*\], together 257, rows .*, but there are 258 class"),
+    "class weights": ({"weight": torch.ones(258)}, r"weight must have shape \(257,\), got \(258,\)"),
     "by vocabulary": ({"head": "chunked", "by": "vocabulary"}, 'by="sequence"'),
     "a filter where chunked stands in": ({**WIDE, "filter_eps": 0.1}, "has no filter_eps"),
     "a target out of range": ({"target": P.target.clamp(min=257)}, r"lie in \[0, 257\).*got 257"),
