@@ -120,6 +120,8 @@ class Pass:
         return loss, opts.stats(lse, logprob, correct > 0) if stats else None
 
     def each(self, block: int | None = None) -> Iterator[None]:
+        """Go through the chunks: one is packed before it is the caller's, and its rows of dE are written afterwards.
+        block: chunks are whole blocks of so many tokens (default: a tile's rows)."""
         t, tokens, de = self.tiles, self.opts.shape.numel(), self.o.needs[0] and self.plan.columns > 0
         spare = self.opts.settings.shards is not None  # a last row for those not of this process's tokens
         self._rows, self._pending = self.o.e.new_empty(tokens + spare, self.hidden) if de else None, None

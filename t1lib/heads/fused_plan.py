@@ -149,7 +149,7 @@ def early_from(tokens: int, vocab: int, hidden: int, itemsize: int, cuda: bool) 
     return (256 if cuda else 64) * row + fixed
 
 
-class Costs(NamedTuple):
+class Planner(NamedTuple):
     kind: str  # of pass, as in `plan`
     shape: Shape
     tiles: Tiles
@@ -220,19 +220,19 @@ def plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks:
 
 @lru_cache(maxsize=1024)
 def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks: int | None) -> Plan:
-    costs = Costs(kind, shape, TILES[device.kind, shape.compute.itemsize], device.units)
+    planner = Planner(kind, shape, TILES[device.kind, shape.compute.itemsize], device.units)
     default = (LOSS_WORKSPACE if kind == "loss" else DEFAULT_WORKSPACE) + TOKEN_BYTES * shape.tokens + shape.copies
     budget = default if workspace is None else min(workspace, default) if kind == "loss" else workspace
-    blocks = ceil(shape.tokens, costs.tiles.m)
+    blocks = ceil(shape.tokens, planner.tiles.m)
     counts = sorted({ceil(blocks, h) for h in range(1, blocks + 1)}) if chunks is None else [min(chunks, blocks)]
     fit, others = [], []
     for count in counts:
-        for found in costs.plans(count, budget):
+        for found in planner.plans(count, budget):
             need = bytes_needed(shape, found, kind == "early")
             if need > budget and chunks is None:
                 others.append((need, found))
                 break
-            fit.append((costs.cost(found), found))
+            fit.append((planner.cost(found), found))
         if kind != "late" and fit and count >= 2 * fit[0][1].chunks:  # smaller chunks than these are slower
             break
     if fit:

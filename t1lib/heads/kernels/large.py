@@ -152,8 +152,8 @@ def class_terms(
     HEIGHT: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dw[v] += Σ excess · x over the large entries of class v. `classes` are sorted, `order` are their slots, the first
-    `entries` hold something. Items (HEIGHT positions, block of columns) are dealt to the
-    programs, which do all of each class that begins among these positions: of the last one MORE at a time."""
+    `entries` hold something. Items (HEIGHT positions, block of columns) are dealt to the programs, which do all of each
+    class that begins among these positions: of the last one MORE at a time."""
     last = tl.load(entries).to(tl.int32)
     blocks = tl.cdiv(hidden, BLOCK)
     for item in range(tl.program_id(0), tl.cdiv(last, HEIGHT) * blocks, tl.num_programs(0)):
