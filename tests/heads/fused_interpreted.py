@@ -74,6 +74,8 @@ def test_what_holds_for_every_head():
     every_head.test_all_tokens_ignored_or_none_at_all("fused", {}, "mean", torch.float32, vocabulary=40)
     every_head.test_what_an_ignored_token_holds_reaches_no_result("fused", {}, "weighted smoothing", shape=(9, 50, 16))
     contract.test_statistics("fused", {}, "plain", torch.float32)
+    for reduction in ("mean", "none"):
+        contract.test_second_backwards_are_right_or_refused_as_are_derivatives("fused", {}, reduction, torch.float32)
 
 
 def test_numbers_that_are_none():
@@ -83,11 +85,6 @@ def test_numbers_that_are_none():
         p.e[3, 2] = bad
         for got, want in zip(run(p), run_head("full", p), strict=True):
             assert torch.equal(got.isfinite(), want.isfinite())
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_second_backwards_are_right_or_refused(reduction):
-    contract.test_second_backwards_are_right_or_refused_as_are_derivatives("fused", {}, reduction, torch.float32)
 
 
 def test_the_least_workspace_makes_the_gradients_in_the_backward():

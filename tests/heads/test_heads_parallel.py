@@ -4,6 +4,7 @@ import copy
 import importlib
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ WRAPPED = {  # (modules with a group of FSDP2 of their own, family, whether the 
     "FSDP2, tied": ((), "Mistral", False),
     "DDP": ((), "Qwen3", False),
 }
-HEADS = {"chunked": CHUNKED, "fused": {"head": "fused", "chunks": 2}}
+HEADS = (CHUNKED, {"head": "fused", "chunks": 2})
 
 
 def wrapped(case: str) -> None:
@@ -92,14 +93,10 @@ def compare_all(records: Records, device: torch.device, phase: str, tokens: int,
     """The task of each rank. Calls are made twice, because the ranks compare only the first. Then one that differs."""
     sizes, rows = {"n": tokens, "v": sum(rows), "d": hidden, "device": device}, tuple(rows)
     single, half = (problem(**sizes, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
-    for own in HEADS.values():
-        for reduction in REDUCTIONS:
-            for dealt in (False, True):
-                more = options("softcap", single) | options("token_weight", single) if dealt else {}
-                kwargs = {"reduction": reduction, "sequence_parallel": dealt, **more}
-                for _ in range(2):
-                    agrees(single, rows, 3e-5, **own, **kwargs)
-                    sixteen_bits(half, rows, own, **kwargs)
+    more = options("softcap", single) | options("token_weight", single) | {"sequence_parallel": True}
+    for own, reduction, changes, _ in product(HEADS, REDUCTIONS, ({}, more), range(2)):
+        agrees(single, rows, 3e-5, **own, reduction=reduction, **changes)
+        sixteen_bits(half, rows, own, reduction=reduction, **changes)
     last = dist.get_rank() == len(rows) - 1
     call = dict(group=dist.group.WORLD, softcap=3.0 if last else 2.0)
     differs = partial(linear_cross_entropy, single.e, single.w[own_rows(rows)], single.target, **call)
