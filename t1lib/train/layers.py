@@ -153,7 +153,7 @@ class HostLayer(Traveller):
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
         self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
         self.arrived: Mark = None  # when `grads` are complete
-        self.backward = self.latest = -1  # autograd's number of the layer's last backward; of any that gave gradients
+        self.backward = -1  # autograd's number of the layer's last backward
         self._hooks: list[RemovableHandle] = []
         self.version = 0  # how many updates have begun
         self.written = False  # the master may have to follow weights that somebody wrote
@@ -244,14 +244,12 @@ class HostLayer(Traveller):
         with torch._C.DisableTorchFunctionSubclass():
             given, param.grad = param.grad, None
         if name not in self.absent:
-            self._refuse_hook(name)
             self.see_gradients()
             self.gradients()[name].add_(given)
         else:
             if not self.has_gradients:
                 self.backward = torch._C._current_graph_task_id()
             self.set_gradient(param, given)
-        self.latest = torch._C._current_graph_task_id()
 
     def set_gradient(self, param: nn.Parameter, value: Tensor | None) -> None:
         name = self._name_of(param, kept=value is not None)
@@ -332,20 +330,12 @@ class HostLayer(Traveller):
                 self.grad_views = self.layout.views(self.grads)
         return self.grads
 
-    def refuse_hooks(self, pieces: int) -> None:
-        """Raise `T1Error` for hooks that expect whole gradients, or weights that they may change."""
+    def refuse_hooks(self) -> None:
+        """Raise `T1Error` for hooks on parameters: they would see parts of gradients, or weights that are elsewhere."""
         for name, param in self.params.items():
-            changes = len(param._post_accumulate_grad_hooks or ()) > 1  # one is ours
-            where = f"a hook on {name!r} of layer {self.index}, after its gradient is accumulated"
-            require(not changes, f"{where}; allowed: what runs after backward()")
-            self._refuse_hook(name, pieces > 1)
-
-    def _refuse_hook(self, name: str, parts: bool = False) -> None:
-        """Raise `T1Error` for a hook that would see a part of what one backward adds up."""
-        parts |= name not in self.absent and self.latest == torch._C._current_graph_task_id()
-        where = f"a hook on {name!r} of layer {self.index}, which would see parts of its gradient; allowed: without"
-        whole = f"{where} micro_batch, one forward per backward, and no loss on the weight itself"
-        require(not (parts and self.params[name]._backward_hooks), whole)
+            hooked = param._backward_hooks or len(param._post_accumulate_grad_hooks or ()) > 1  # one is ours
+            found = f"a hook on {name!r} of layer {self.index}, a streamed parameter"
+            require(not hooked, f"{found}; allowed: hooks of modules, and a look at p.grad after backward()")
 
     def bind(self, views: dict[str, Tensor]) -> None:
         for name, param in self.params.items():

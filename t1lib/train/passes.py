@@ -154,7 +154,7 @@ class Passes:
         try:
             pieces = saved.graphs if whole is None else split_rows(whole, saved.rows)
             if held is not None:
-                held.refuse_hooks(len(pieces))
+                held.refuse_hooks()
             for k, (piece, part) in enumerate(zip(pieces, grad.split(saved.rows or len(grad)), strict=True)):
                 if whole is None:
                     x, out = piece

@@ -163,7 +163,6 @@ class Schedule:
             self.updated.add(index)
         slot, layer.reached = layer.grad_slot, set()
         before, layer.backward = layer.backward, torch._C._current_graph_task_id()
-        layer.latest = layer.backward
         self.compute.after(slot.freed)
         if layer.has_gradients:
             beside = "a backward while gradients are there, with accumulate=False: call zero_grad(), or leave that out"

@@ -49,16 +49,11 @@ class Placed(nn.Embedding):
         return super().forward(torch.arange(ids.shape[1])) + self.tokens(input=ids)
 
 
-def hook_a_weight(model: nn.Module) -> None:
-    model.model.layers[1].mlp.up_proj.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-
-
 # Every forward changes buffers, on which the next one depends.
 spectral = partial(changed, blocks, lambda m: [parametrizations.spectral_norm(block.up) for block in m.blocks])
 placed = partial(changed, blocks, lambda m: setattr(m, "embed", Placed(m.embed)))
 sparse = partial(changed, blocks, lambda m: setattr(m.embed, "sparse", True))  # gradients of its embedding are
 begun = partial(changed, qwen3, lambda m: model_loss(m, FOUR[0]).backward())  # gradients from before are added to
-hooked = partial(changed, qwen3, hook_a_weight)
 
 
 def two_forwards_of_a_view(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -170,7 +165,6 @@ CASES: dict[str, dict[str, Any]] = {
     "inference mode first, with a budget": case(llama, loss=beside_inferred, gpu_memory="1GiB"),
     "gradients from before": case(begun, batches=FOUR),
     "gradients from before, on the device": case(begun, batches=FOUR, choice=Choice(resident=2)),
-    "a hook on a weight": case(hooked),
     "moved to where it is": case(qwen3, after=lambda m: float(m.to("cpu").float().train().training)),
     # which `make_trainer` refuses; here the loss is the model's own
     "a model that scales its logits, with a budget": case(GRANITE, gpu_memory="1GiB"),
