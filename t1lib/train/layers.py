@@ -233,23 +233,17 @@ class HostLayer(Traveller):
         self.arrived = self.scale = self.norms = None
 
     def gradient_came(self, param: nn.Parameter) -> None:
-        """Autograd has added to `p.grad`: in the layer's own backward, or for a loss on the weight itself, such as a
-        penalty, whose gradient is added to what there is on the host."""
+        """Autograd has added to `p.grad` in the layer's own backward. Raises `T1Error` for a loss on the weight itself,
+        such as a penalty, whose gradient comes from elsewhere."""
         if not param.requires_grad:  # frozen since its forward: autograd has added nothing
             return
         name = self._name_of(param, kept=False)
-        self.reached.add(name)
-        if not isinstance(param, Streamed):
-            return
         with torch._C.DisableTorchFunctionSubclass():
-            given, param.grad = param.grad, None
-        if name not in self.absent:
-            self.see_gradients()
-            self.gradients()[name].add_(given)
-        else:
-            if not self.has_gradients:
-                self.backward = torch._C._current_graph_task_id()
-            self.set_gradient(param, given)
+            if self.grad_slot is None or param.grad is not self.grad_slot.views[name]:
+                param.grad = None
+                found = f"a loss on {name!r} of layer {self.index} itself, a streamed parameter"
+                raise T1Error(f"{found}; allowed: losses on what the model returns, and weight_decay")
+        self.reached.add(name)
 
     def set_gradient(self, param: nn.Parameter, value: Tensor | None) -> None:
         name = self._name_of(param, kept=value is not None)

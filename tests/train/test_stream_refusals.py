@@ -230,6 +230,10 @@ def hooked(model: nn.Module, optimizer: Any, kind: str = "register_hook") -> Non
     first_backward(model)
 
 
+def penalty(model: nn.Module) -> Tensor:
+    return 0.01 * layers_of(model)[0].mlp.up_proj.weight.square().sum()
+
+
 def during(call: Callable[..., object], shown: str = "", build=qwen3, make=adamw, **options: Any) -> tuple:
     return call, shown, build, make, options
 
@@ -242,9 +246,6 @@ ONGOING: dict[str, tuple] = {
     "accumulated, at once": at_once(lambda m, o: train(m, o, BATCHES, accumulate=2)),
     "a gradient set, at once": at_once(
         lambda m, o: setattr(m.model.layers[0].mlp.up_proj.weight, "grad", torch.zeros(48, 32)), "update_in_backward"
-    ),
-    "a loss on the weights, at once": at_once(
-        lambda m, o: (first_loss(m) + m.model.layers[0].mlp.up_proj.weight.sum()).backward(), "update_in_backward"
     ),
     "converted": during(lambda m, o: first_backward(m.half()), build=llama),  # at once or in the next forward
     "unfrozen": during(lambda m, o: first_backward(m.requires_grad_(True)), "0 was unfrozen", frozen_layer),
@@ -265,6 +266,10 @@ ONGOING: dict[str, tuple] = {
     "accumulated, announced otherwise": during(
         lambda m, o: train(m, o, BATCHES, accumulate=2), "zero_grad", make=sgd, accumulate=False
     ),
+    "a loss on the weights": during(lambda m, o: penalty(m).backward(), "itself"),
+    "a loss on the weights and others": during(lambda m, o: (first_loss(m) + penalty(m)).backward(), "itself"),
+    "a loss on the weights, before": during(lambda m, o: (penalty(m) + first_loss(m)).backward(), "itself"),
+    "a loss on the weights, at once": at_once(lambda m, o: (first_loss(m) + penalty(m)).backward(), "itself"),
     "a hook on a weight": during(hooked, "hooks of modules"),
     "a hook that may change weights": during(
         partial(hooked, kind="register_post_accumulate_grad_hook"), "hooks of modules"
