@@ -81,7 +81,6 @@ class Engine:
         for param in self.model.parameters():
             if id(param) not in self.streamed and param.device != self.device:
                 param.data = param.data.to(self.device)
-                param.grad = None if param.grad is None else param.grad.to(self.device)
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self.device)
@@ -180,8 +179,7 @@ class Engine:
         if not self.placed:
             # Their place is not known yet, and to do nothing would lose them.
             early = "a step before the first forward, for which gpu_memory is planned; allowed: plan_for, or choice"
-            found = any(held.has_gradients for held in self.host) or any(p.grad is not None for p in self.others())
-            require(not found, early)
+            require(not any(p.grad is not None for p in self.others()), early)
             return
         with self.lock, uninterrupted():
             self.optimizer.update(self.streamed | self.travelling)

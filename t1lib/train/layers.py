@@ -160,9 +160,6 @@ class HostLayer(Traveller):
         for name, param in self.params.items():
             self.views[name].copy_(param.data)
             param.data = self.views[name]
-            if param.grad is not None:  # summed before the model was streamed
-                self.set_gradient(param, param.grad)
-                param.grad = None
             if param.requires_grad:
                 # It names no layer, as autograd would keep it, and with it the model, alive.
                 came = param.register_post_accumulate_grad_hook(lambda param: param._home.gradient_came(param))

@@ -53,7 +53,6 @@ class Placed(nn.Embedding):
 spectral = partial(changed, blocks, lambda m: [parametrizations.spectral_norm(block.up) for block in m.blocks])
 placed = partial(changed, blocks, lambda m: setattr(m, "embed", Placed(m.embed)))
 sparse = partial(changed, blocks, lambda m: setattr(m.embed, "sparse", True))  # gradients of its embedding are
-begun = partial(changed, qwen3, lambda m: model_loss(m, FOUR[0]).backward())  # gradients from before are added to
 
 
 def two_forwards_of_a_view(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -163,8 +162,6 @@ CASES: dict[str, dict[str, Any]] = {
     "generation, kept": case(qwen3, batches=FOUR, after=generated, choice=Choice(resident=1, keep=4)),
     "inference mode": case(llama, after=lambda model: inferred(model).item()),
     "inference mode first, with a budget": case(llama, loss=beside_inferred, gpu_memory="1GiB"),
-    "gradients from before": case(begun, batches=FOUR),
-    "gradients from before, on the device": case(begun, batches=FOUR, choice=Choice(resident=2)),
     "moved to where it is": case(qwen3, after=lambda m: float(m.to("cpu").float().train().training)),
     # which `make_trainer` refuses; here the loss is the model's own
     "a model that scales its logits, with a budget": case(GRANITE, gpu_memory="1GiB"),

@@ -103,6 +103,9 @@ def test_models_that_are_refused():
     model = llama()
     model.gradient_checkpointing_enable()  # `stream` recomputes already
     untouched(model, lambda: streamed_with(model))
+    model.gradient_checkpointing_disable()
+    first_backward(model)
+    untouched(model, lambda: streamed_with(model), "has gradients")
 
 
 def test_what_layers_return_and_take():
@@ -127,16 +130,16 @@ def test_a_budget_that_is_too_small_for_the_first_batch():
 
 
 def test_what_comes_too_early_for_a_plan():
-    """A step would be lost with the gradients that came along; a batch without rows says nothing. Evaluation runs, and
+    """A step would be lost, with the gradients of a penalty; a batch without rows says nothing. Evaluation runs, and
     plans nothing, either."""
     model, none = llama(), {name: value[:0] for name, value in BATCHES[0].items()}
-    first_backward(model)
     with torch.no_grad():
         plain = first_loss(model)
     with streaming(model, gpu_memory="1GiB") as (streamed, own):
         assert own.device_tensors()  # nothing is placed yet
         with torch.no_grad():
             assert torch.equal(first_loss(streamed), plain)
+        streamed.lm_head.weight.square().sum().backward()
         refused(own.step, "before the first forward")
         refused(lambda: model_loss(streamed, none), "(0, 7, 32)")
 

@@ -278,23 +278,6 @@ def test_a_loss_that_is_kept_keeps_nothing_of_its_batch():
     assert total.requires_grad and sizes[5] - sizes[2] < 64, sizes
 
 
-def test_gradients_held_since_before_stream_do_not_stop_updates_in_the_backward():
-    plain, model = qwen3(), qwen3()
-    usual, given = sgd(plain), sgd(model)
-    for each in (plain, model):
-        model_loss(each, BATCHES[0]).backward()
-    held = [param.grad for param in model.parameters()]
-    choice = Choice(host_share=1.0)
-    with streaming(model, given, update_in_backward=True, choice=choice) as (streamed, own):
-        for batch in FIRST:
-            for each, optimizer in ((plain, usual), (streamed, own)):
-                model_loss(each, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_same_weights(streamed, plain)
-    assert len(held) == len([*plain.parameters()])
-
-
 def test_gradients_of_frozen_layers_are_set_one_by_one():
     model = qwen3()
     model.model.layers.requires_grad_(False)
