@@ -182,6 +182,7 @@ class Engine:
             require(not any(p.grad is not None for p in self.others()), early)
             return
         with self.lock, uninterrupted():
+            self.schedule.take_over(*self.host)  # first: it may raise
             self.optimizer.update(self.streamed | self.travelling)
             if self.outer is not None:
                 self.outer.begin()

@@ -347,24 +347,19 @@ class HostLayer(Traveller):
         for name, param in self.params.items():
             param.__class__ = nn.Parameter
             del param._home
-            param.data = self.views[name].to(device, copy=True)
+            param.data = param.data.to(device, copy=True)
             gone = name in self.absent or not self.keeps_gradients
             param.grad = None if gone else self.gradients()[name].to(device, copy=True)
 
     @unwatched
     def take_over(self) -> None:
-        """Take over what was written to the host's weights, or assigned to `p.data`. Whoever assigns it may keep what
-        `p.data` was, to assign that again: so it is left as it is, and other memory is taken."""
-        given = {name: param.data for name, param in self.params.items()}
-        for name, value in given.items():
-            require(value.shape == self.views[name].shape, f"p.data of {name!r} was given another shape")
-        if not all(self.views[name].is_set_to(value) for name, value in given.items()):
-            with torch.inference_mode(False):
-                self.flat = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
-                self.views = self.layout.weights(self.flat)
-                for name, param in self.params.items():
-                    self.views[name].copy_(given[name])
-                    param.data = self.views[name]
+        """Take over what was written to the host's weights. Raises `T1Error`, and leaves the weights as they were, if
+        `p.data` was assigned."""
+        assigned = [name for name, param in self.params.items() if not self.views[name].is_set_to(param.data)]
+        for name in assigned:
+            self.params[name].data = self.views[name]
+        found = f"p.data of {', '.join(assigned[:1])} of layer {self.index}, a streamed parameter, was assigned"
+        require(not assigned, f"{found}; allowed: writing to it, as by p.copy_(…) within torch.no_grad()")
         self.touched, self.written = False, True
 
     def follow(self) -> None:

@@ -112,8 +112,7 @@ class Schedule:
         layer = self.layers.get(index)
         if layer is None:
             return
-        if layer.touched:
-            self._take_over_weights(layer)
+        self.take_over(layer)
         if layer.slot.holds is not layer:
             self.fetch(layer, again)
         self.thread.wait(layer.index)
@@ -127,12 +126,13 @@ class Schedule:
             layer.waiting = None
         layer.bind(layer.slot.views)
 
-    def _take_over_weights(self, layer: HostLayer) -> None:
-        """Take over what may have been written to the host's weights; no slot holds them."""
-        layer.visit()  # a copy may be using the memory that is given up
-        if layer.slot.holds is layer:
-            layer.slot.holds = None
-        layer.take_over()
+    def take_over(self, *layers: HostLayer) -> None:
+        """Take over what may have been written to the host's weights of these layers; no slot holds them."""
+        for layer in layers:
+            if layer.touched:
+                if layer.slot.holds is layer:
+                    layer.slot.holds = None
+                layer.take_over()
 
     def release(self, index: int, again: bool = False, around: bool = False, follows: bool = True) -> HostLayer | None:
         """Point the parameters back at the host; once the device has left the slot, the layer that has it next comes
@@ -241,8 +241,6 @@ class Schedule:
     def begin(self, layer: HostLayer, rules: list[Rule]) -> None:
         """Begin the layer's update: by the CPU when its gradients have arrived, on the device when it is fetched."""
         self.finish(layer)
-        if layer.touched:
-            self._take_over_weights(layer)
         layer.follow()
         grads, scale, mark = layer.waiting or layer.gather(), layer.scale, None
         if layer.travels:
@@ -308,8 +306,7 @@ class Schedule:
             self.finish(layer)
         for layer in self._order:
             wait_for(layer.left)
-            if layer.touched:
-                self._take_over_weights(layer)
+            self.take_over(layer)
             layer.follow()
 
     def device_tensors(self) -> list[Tensor]:

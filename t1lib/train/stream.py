@@ -59,7 +59,8 @@ def stream(
     Updates begin at `step()` and go on during the next forward. Results are those of plain PyTorch with each layer
     under `torch.utils.checkpoint`; in float32 on a CPU, bit for bit. Every backward sends the weights again, so prefer
     a large batch with `micro_batch` to accumulation. `p.grad` and the weights are complete whenever they are looked at.
-    Change weights in place under `torch.no_grad()`, not through `p.data`, which outside the layers may go unnoticed.
+    Change weights in place under `torch.no_grad()`, not through `p.data`, which outside the layers may go unnoticed;
+    assigning it in a streamed layer is refused.
     Hooks see a layer as under checkpointing; a loss on what they caught inside a layer has no gradient there.
 
     Raises `T1Error`, before anything is changed, for what docs/streaming.md lists as refused, for too small a budget,

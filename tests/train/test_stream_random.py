@@ -44,7 +44,8 @@ class Actions:
 
     def assigns_weights(self) -> None:
         getattr(self._optimizer, "drain", lambda: None)()
-        param = self._draw.choice(list(self._draw.choice(layers_of(self._model)).parameters()))
+        streamed = {*layers_of(self._model).parameters()}
+        param = self._draw.choice([param for param in self._model.parameters() if param not in streamed])
         param.data = param.data * 0.9
 
     def looks_at_state(self) -> float:

@@ -204,6 +204,17 @@ def within(context: Callable[[], Any], model: nn.Module, optimizer: Any) -> None
         first_loss(model)
 
 
+def assign(model: nn.Module, optimizer: Any, then: Callable[..., object]) -> None:
+    """Weights are left as they were, and nothing is updated, not even what does not stream."""
+    first_backward(model)
+    before, param = weights(model), layers_of(model)[2].mlp.up_proj.weight
+    param.data = param.data * 0.9
+    try:
+        then(model, optimizer)
+    finally:
+        assert_same_weights(model, before)
+
+
 def trained_in_frozen(model: nn.Module, optimizer: Any) -> None:
     """By a hook, without being a parameter of the layer; and nothing below it trains."""
     model.get_input_embeddings().requires_grad_(False)
@@ -273,6 +284,9 @@ ONGOING: dict[str, tuple] = {
     "a loss on the weights and others": during(lambda m, o: (first_loss(m) + penalty(m)).backward(), "itself"),
     "a loss on the weights, before": during(lambda m, o: (penalty(m) + first_loss(m)).backward(), "itself"),
     "a loss on the weights, at once": at_once(lambda m, o: (first_loss(m) + penalty(m)).backward(), "itself"),
+    "weights assigned": during(partial(assign, then=lambda m, o: first_loss(m)), "p.copy_"),
+    "weights assigned, step": during(partial(assign, then=lambda m, o: o.step()), "p.copy_"),
+    "weights assigned, state": during(partial(assign, then=lambda m, o: o.state_dict()), "p.copy_"),
     "a hook on a weight": during(hooked, "hooks of modules"),
     "a hook that may change weights": during(
         partial(hooked, kind="register_post_accumulate_grad_hook"), "hooks of modules"

@@ -71,12 +71,12 @@ def of_two_kinds() -> nn.Module:
 def of_average(model: nn.Module) -> float:
     """What is found with other weights, which are swapped in and out."""
     params = list(layers_of(model).parameters())
-    trained = [param.data for param in params]
-    for param in params:
-        param.data = param.data * 0.5
+    trained = [param.detach().clone() for param in params]
+    with torch.no_grad():
+        torch._foreach_mul_(params, 0.5)
     found = evaluated(model)
-    for param, own in zip(params, trained, strict=True):
-        param.data = own
+    with torch.no_grad():
+        torch._foreach_copy_(params, trained)
     return found
 
 
@@ -91,8 +91,8 @@ def decoded_by_hand(model: nn.Module) -> float:
 
 
 def of_assigned(model: nn.Module) -> float:
-    """Weights are assigned for good, of embedding and head as well, and then looked at in inference mode."""
-    for param in model.parameters():
+    """Weights of embedding and head are assigned for good, and then looked at in inference mode."""
+    for param in (model.get_input_embeddings().weight, model.lm_head.weight):
         param.data = param.data * 0.9
     with torch.inference_mode():
         return evaluated(model)
