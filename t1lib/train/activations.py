@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import _global_forward_hooks
 from torch.utils._pytree import tree_map
 
-from t1lib.errors import T1Error
+from t1lib.errors import T1Error, require
 from t1lib.memory import pinned_zeros
 from t1lib.plan.cost import LEAVING
 from t1lib.timing import NoTrace
@@ -38,9 +38,8 @@ def split_rows(piece: Piece, rows: int | None) -> list[Piece]:
         return [piece]
 
     def cut(start: int, value: Any) -> Any:
-        if masks(value) and len(value.kv_num_blocks) > 1:  # it has functions that tell rows by their number
-            found = f"a BlockMask of {len(value.kv_num_blocks)} rows, for flex_attention, with micro_batch={rows}"
-            raise T1Error(f"{found}; allowed: None, or a mask of 1 row")
+        many = masks(value) and len(value.kv_num_blocks) > 1  # it has functions that tell rows by their number
+        require(not many, f"a BlockMask of several rows with micro_batch={rows}; allowed: None, or a mask of 1 row")
         own = isinstance(value, Tensor) and value.dim() > 1 and len(value) == count
         whole_numbers = own and not (value.is_floating_point() or value.dtype == torch.bool)  # such as positions
         if own and value.dim() == 2 and not whole_numbers and piece.hidden.shape[1:2] == (count,):

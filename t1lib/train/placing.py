@@ -1,5 +1,6 @@
 """What is decided before anything moves: whether a model can be streamed, and what a budget keeps where."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,16 +25,13 @@ if TYPE_CHECKING:
 
 def refuse_shared(model: nn.Module, stack: Sequence[nn.Module], streamed: list[str]) -> None:
     """Raise `T1Error` if a parameter that streams is used elsewhere, too: streaming would untie the two."""
-    seen: dict[int, str] = {}
-    inside = {id(m) for layer in stack for m in layer.modules()}
-    layers = [(f"layer {k}", layer.named_parameters()) for k, layer in enumerate(stack)]
-    outside = [(n, m.named_parameters(recurse=False)) for n, m in model.named_modules() if id(m) not in inside]
-    for number, (place, params) in enumerate([*layers, *outside]):
-        for name, param in params:
-            where = f"{name!r} of {place}"
-            require(id(param) not in seen, f"{where} is also {seen.get(id(param))}: stream would untie them")
-            if number < len(stack) and name in streamed:
-                seen[id(param)] = where
+    inside = {module for layer in stack for module in layer.modules()}
+    uses = Counter(param for layer in stack for param in layer.parameters())
+    uses.update(p for module in model.modules() if module not in inside for p in module.parameters(recurse=False))
+    for index, layer in enumerate(stack):
+        for name, param in layer.named_parameters():
+            shared = f"{name!r} of layer {index} is used elsewhere, too: stream would untie the two"
+            require(name not in streamed or uses[param] == 1, shared)
 
 
 def refuse_recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
