@@ -1,7 +1,6 @@
 """Layers on the host: flat pinned buffers, parameters that are views of them, and gradients; and device buffers of the
 same layout."""
 
-import sys
 from collections.abc import Callable, Container, Sequence
 from functools import wraps
 from typing import Any
@@ -145,7 +144,7 @@ class HostLayer(Traveller):
         self.grads: Tensor | None = None  # on the host, flat, once there are any
         self.grad_views: dict[str, Tensor] = {}
         self.waiting: list[Tensor] | None = None  # gradients on the device instead, in pieces
-        # All that are not None, once somebody has looked at one, or set one, and may hold and change them: what the
+        # Copies of all that are not None, once somebody has looked at one, and may hold and change them: what the
         # buffer has does not count then.
         self.seen: dict[str, Tensor] | None = None
         self.absent: set[str] = set(layout.shapes)  # parameters whose gradient is None
@@ -194,13 +193,14 @@ class HostLayer(Traveller):
     def gradient(self, param: nn.Parameter) -> Tensor | None:
         """`p.grad`: complete, on the host."""
         name = self._name_of(param)
-        return None if name in self.absent else self._look()[name]
-
-    def _look(self) -> dict[str, Tensor]:
+        require(self.keeps_gradients, f"p.grad of {name!r}: with update_in_backward=True no gradients are kept")
+        if name in self.absent:
+            return None
         self.see_gradients()
         if self.seen is None:
-            self.seen = {name: grad.detach() for name, grad in self.gradients().items()}
-        return self.seen
+            with torch.inference_mode(False):
+                self.seen = {name: grad.clone() for name, grad in self.gradients().items()}
+        return self.seen[name]
 
     def gradients(self) -> dict[str, Tensor]:
         """Those on the host that are not None, by name."""
@@ -208,12 +208,8 @@ class HostLayer(Traveller):
             return self.seen
         return {name: self.grad_views[name] for name in self.params if name not in self.absent}
 
-    def _name_of(self, param: nn.Parameter, kept: bool = True) -> str:
-        """A parameter's name. kept: raise `T1Error` if its gradient is not"""
-        name = next(n for n, p in self.params.items() if p is param)
-        gone = f"p.grad of {name!r}: with update_in_backward=True no gradients are kept"
-        require(self.keeps_gradients or not kept, gone)
-        return name
+    def _name_of(self, param: nn.Parameter) -> str:
+        return next(n for n, p in self.params.items() if p is param)
 
     def see_gradients(self) -> None:
         """Make the host's gradients complete; as they may be changed now, their norms are no longer known. An update
@@ -234,7 +230,7 @@ class HostLayer(Traveller):
         such as a penalty, whose gradient comes from elsewhere."""
         if not param.requires_grad:  # frozen since its forward: autograd has added nothing
             return
-        name = self._name_of(param, kept=False)
+        name = self._name_of(param)
         with torch._C.DisableTorchFunctionSubclass():
             if self.grad_slot is None or param.grad is not self.grad_slot.views[name]:
                 param.grad = None
@@ -243,38 +239,31 @@ class HostLayer(Traveller):
         self.reached.add(name)
 
     def set_gradient(self, param: nn.Parameter, value: Tensor | None) -> None:
-        name = self._name_of(param, kept=value is not None)
-        self.norms = None
+        """Set `p.grad` to None. Raises `T1Error` for anything else, except what it is, as after `p.grad *= 2`."""
+        name = self._name_of(param)
         if value is None:
+            self.norms = None
             self.absent.add(name)
             if self.seen is not None:
                 self.seen.pop(name, None)
             if len(self.absent) == len(self.params):
                 self.forget_gradients()
             return
-        like = f"{param.dtype} of shape {tuple(param.shape)}"
-        fits = isinstance(value, Tensor) and value.layout == torch.strided
-        fits = fits and (value.shape, value.dtype) == (param.shape, param.dtype)
-        require(fits, f"p.grad of {name!r}, set to what is not {like}")
-        self._look()[name] = (value.detach() if value.requires_grad else value).cpu()
-        self.absent.discard(name)
+        own = self.seen is not None and self.seen.get(name) is value
+        found = f"p.grad of {name!r} of layer {self.index}, a streamed parameter, was set"
+        require(own, f"{found}; allowed: None, or writing to what it is, as by p.grad.copy_(…)")
 
     def gather(self) -> Tensor:
-        """The gradients on the host, flat: in the buffer, or in a copy if somebody holds some, and may change them."""
-        if self.seen is None:
-            return self.grads
-        held = self._is_held()
-        flat = torch.zeros(self.layout.numel, dtype=self.layout.dtype) if held else self.room_for_gradients()
-        views = self.layout.views(flat)
-        for name, value in self.seen.items():
-            if held or not self._is_own(name):
-                views[name].copy_(value)
-        if not held:
-            self.seen = None
-        return flat
+        """The gradients on the host, flat, in the buffer."""
+        if self.seen is not None:
+            wait_for(self.arrived)  # an update may still be reading what is there
+            self.room_for_gradients()
+            for name, grad in self.seen.items():
+                self.grad_views[name].copy_(grad)
+        return self.grads
 
     def add_up(self, sums: dict[str, Tensor]) -> None:
-        """Take sums over several backwards, from the device, to where somebody holds those so far."""
+        """Take sums over several backwards, from the device, to where somebody may hold those so far."""
         for name in self.params.keys() - self.absent:
             if name in self.seen:
                 self.seen[name].copy_(sums[name])
@@ -285,24 +274,6 @@ class HostLayer(Traveller):
     def forget_gradients(self) -> None:
         self.absent, self.norms, self.scale, self.seen = set(self.params), None, None, None
 
-    def _is_held(self) -> bool:
-        """Whether somebody else refers to gradients that were seen, or to their memory."""
-        if any(sys.getrefcount(self.seen[name]) > sys.getrefcount(ALONE[0]) for name in self.seen):
-            return True
-        others = [value for name, value in self.seen.items() if not self._is_own(name)]
-        return self._is_buffer_held() or any(users(value) > users(ALONE[0]) for value in others)
-
-    def _is_own(self, name: str) -> bool:
-        """Whether what was seen is the buffer's gradient."""
-        seen, own = self.seen[name], self.grad_views.get(name)
-        return own is not None and (seen.data_ptr(), seen.stride()) == (own.data_ptr(), own.stride())
-
-    def _is_buffer_held(self) -> bool:
-        if self.grads is None:
-            return False
-        views = len(self.grad_views) + sum(map(self._is_own, self.seen or ()))
-        return users(self.grads) > users(ALONE[0]) + views
-
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients, as soon as somebody looks or the update reads them; at once if she may hold some."""
         self.scale = factor if self.scale is None else self.scale * factor
@@ -311,10 +282,7 @@ class HostLayer(Traveller):
             self.see_gradients()
 
     def room_for_gradients(self) -> Tensor:
-        """The host buffer for gradients, made when it is first needed, or if somebody holds some of the one before."""
-        if self._is_buffer_held():
-            wait_for(self.arrived)
-            self.grads, self.grad_views = None, {}
+        """The host buffer for gradients, made when it is first needed."""
         if self.grads is None:
             with torch.inference_mode(False):  # an evaluation may come between backward and step
                 self.grads = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
@@ -371,11 +339,3 @@ class HostLayer(Traveller):
 
     def __reduce__(self) -> Any:  # `pickle` comes here, from the parameters
         raise T1Error("a streamed model cannot be pickled: save its state_dict()")
-
-
-ALONE = [torch.zeros(1, device="cpu")]  # nobody else refers to it, or its memory
-
-
-def users(tensor: Tensor) -> int:
-    """How many tensors and storages refer to its memory."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

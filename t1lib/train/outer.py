@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from t1lib.memory import pinned_zeros
 from t1lib.plan.cost import GATHERED, ROWS
 from t1lib.train.lanes import Mark, uninterrupted, wait_for
-from t1lib.train.layers import Streamed, unwatched, users
+from t1lib.train.layers import Streamed, unwatched
 from t1lib.train.resident import ResidentOptimizer
 from t1lib.train.travel import PIECE, Span, Traveller, Update
 from t1lib.train.update import Scratch, follow, update
@@ -303,7 +303,8 @@ def _references(param: nn.Parameter) -> int:
     """How many refer to the parameter's gradient, or to its memory; 0 without one."""
     if param.grad is None:
         return 0
-    return sys.getrefcount(param.grad) + users(param.grad)
+    storage = param.grad.untyped_storage()
+    return sys.getrefcount(param.grad) + torch._C._storage_Use_Count(storage._cdata)
 
 
 ALONE = nn.Parameter(torch.zeros(1, device="cpu"))

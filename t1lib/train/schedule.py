@@ -169,8 +169,6 @@ class Schedule:
             require(self._accumulate or before == layer.backward, beside)
             layer.see_gradients()
             slot.flat.copy_(layer.gather(), non_blocking=True)
-            if self.in_backward:  # which keeps no gradients
-                layer.seen = None
             for name in layer.absent:
                 slot.views[name].zero_()
         else:

@@ -69,8 +69,9 @@ class Actions:
         self._draw.choice(layers_of(self._model)).zero_grad()
 
     def sets_a_gradient(self) -> None:
-        param = self._param()
-        param.grad = torch.full_like(param, 0.1)
+        grad = self._param().grad
+        if grad is not None:
+            grad.fill_(0.1)
 
     def changes_rates(self) -> None:
         self._draw.choice(self._optimizer.param_groups)["lr"] *= 0.5

@@ -204,6 +204,15 @@ def within(context: Callable[[], Any], model: nn.Module, optimizer: Any) -> None
         first_loss(model)
 
 
+def set_gradient(model: nn.Module, optimizer: Any) -> None:
+    first_backward(model)
+    weight = layers_of(model)[2].mlp.up_proj.weight
+    before = weight.grad.clone()
+    weight.grad *= 2  # which Python sets to the same
+    assert torch.equal(weight.grad, 2 * before)
+    weight.grad = before
+
+
 def assign(model: nn.Module, optimizer: Any, then: Callable[..., object]) -> None:
     """Weights are left as they were, and nothing is updated, not even what does not stream."""
     first_backward(model)
@@ -258,9 +267,6 @@ ONGOING: dict[str, tuple] = {
     "clipped, at once": at_once(lambda m, o: train(m, o, BATCHES, clip=own_clip)),
     "clipped by PyTorch, at once": at_once(lambda m, o: train(m, o, BATCHES, clip=torch_clip)),
     "accumulated, at once": at_once(lambda m, o: train(m, o, BATCHES, accumulate=2)),
-    "a gradient set, at once": at_once(
-        lambda m, o: setattr(m.model.layers[0].mlp.up_proj.weight, "grad", torch.zeros(48, 32)), "update_in_backward"
-    ),
     "converted": during(lambda m, o: first_backward(m.half()), build=llama),  # at once or in the next forward
     "unfrozen": during(lambda m, o: first_backward(m.requires_grad_(True)), "0 was unfrozen", frozen_layer),
     "trained within what is frozen": during(trained_in_frozen, "layer 0 is frozen", frozen_layer),
@@ -287,6 +293,7 @@ ONGOING: dict[str, tuple] = {
     "weights assigned": during(partial(assign, then=lambda m, o: first_loss(m)), "p.copy_"),
     "weights assigned, step": during(partial(assign, then=lambda m, o: o.step()), "p.copy_"),
     "weights assigned, state": during(partial(assign, then=lambda m, o: o.state_dict()), "p.copy_"),
+    "a gradient that is set": during(set_gradient, "p.grad.copy_"),
     "a hook on a weight": during(hooked, "hooks of modules"),
     "a hook that may change weights": during(
         partial(hooked, kind="register_post_accumulate_grad_hook"), "hooks of modules"

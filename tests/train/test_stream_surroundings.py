@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, prune
 from torch.utils.checkpoint import checkpoint
 
-from t1lib.errors import T1Error
 from t1lib.plan.cost import Choice
 from t1lib.train import activations
 
@@ -99,14 +98,14 @@ def of_assigned(model: nn.Module) -> float:
 
 
 def scale_held(model: nn.Module, optimizer: Any) -> Tensor:
-    """Gradients are held and clipped, some dropped, one set, and all others scaled through what is held."""
+    """Gradients are held and clipped, some dropped, some cut, and all scaled through what is held."""
     held = {param: param.grad for param in model.parameters()}
     own_clip(model, optimizer)
     for param, grad in held.items():
         if param.dim() == 1:
             param.grad = None
         elif param.shape[0] == param.shape[1]:
-            param.grad = grad.clamp(-1e-3, 1e-3)
+            param.grad.clamp_(-1e-3, 1e-3)
         grad.mul_(0.1)
     return sum(grad.norm() for grad in held.values())
 
@@ -139,26 +138,6 @@ def keep_first(model: nn.Module, optimizer: Any) -> Tensor:
     return vars(model).setdefault("t1_kept", up_weight(model).grad).norm()
 
 
-def add_kept(model: nn.Module, optimizer: Any) -> Tensor:
-    """Gradients that were kept are added to those of the next step."""
-    weight, kept = up_weight(model), vars(model).setdefault("t1_kept", [])
-    kept.append(weight.grad)
-    weight.grad = sum(kept[-2:])
-    return kept[0].norm()
-
-
-def set_while_held(model: nn.Module, optimizer: Any) -> Tensor:
-    """One gradient is held, another is None by then; one is set twice, while another is held and then not."""
-    first, second = ([m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight] for m in mlps(model)[:2])
-    model.t1_held = held = first[0].grad
-    first[1].grad, first[0].grad = None, held * 2
-    kept = second[2].grad
-    second[0].grad = torch.full_like(second[0], 0.01)  # apart from what is held
-    del kept
-    second[0].grad = torch.full_like(second[0], 0.02)
-    return held.norm()
-
-
 def hold(model: nn.Module, optimizer: Any) -> Tensor:
     model.t1_held = [param.grad for param in model.parameters()]
     return torch.stack([grad.norm() for grad in model.t1_held]).norm()
@@ -172,27 +151,6 @@ def give_other_data(model: nn.Module, optimizer: Any) -> Tensor:
     return kept.norm()
 
 
-def set_back(model: nn.Module, optimizer: Any) -> Tensor:
-    """All gradients are taken away, and one is set to what it was, another to something else."""
-    first, second = mlps(model)[0].gate_proj.weight, mlps(model)[0].up_proj.weight
-    kept = [first.grad, second.grad]
-    optimizer.zero_grad()
-    first.grad, second.grad = kept[0], kept[1] * 5
-    return kept[0].norm()
-
-
-def set_before_clipping(model: nn.Module, optimizer: Any) -> Tensor:
-    """One gradient is set while all are held; what is held is changed after clipping, and a clipped one is set back."""
-    first, second = mlps(model)[0].gate_proj.weight, mlps(model)[0].up_proj.weight
-    held, second.grad = {param: param.grad for param in model.parameters()}, None
-    first.grad = value = held[first] * 2
-    own_clip(model, optimizer)
-    torch._foreach_mul_([*held.values(), value], 0.5)
-    second.grad = held[second]
-    model.t1_held = [*held.values(), value]
-    return own_clip(model, optimizer, most=0.01)
-
-
 def hold_once(model: nn.Module, optimizer: Any) -> Tensor:
     """What is held from the first step on has the later gradients, too."""
     held = vars(model).setdefault("t1_held", [param.grad for param in model.parameters()])
@@ -204,11 +162,6 @@ def delete(model: nn.Module, optimizer: Any) -> Tensor:
     for param in mlps(model)[1].parameters():
         del param.grad
     return own_clip(model, optimizer)
-
-
-def transposed(model: nn.Module, optimizer: Any) -> None:
-    for param in (p for p in model.parameters() if p.dim() == 2):
-        param.grad = param.grad.T.contiguous().T
 
 
 def with_scale() -> nn.Module:
@@ -313,21 +266,14 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients zeroed in place": case(qwen3, sgd, zero=lambda m: [p.grad.zero_() for p in m.parameters()]),
     "gradients scaled through what is held": case(qwen3, clip=scale_held),
     "gradients clipped again and again": case(qwen3, clip=clip_often),
-    "gradients set while others are held": case(qwen3, sgd, clip=set_while_held),
     "gradients zeroed through what is held": case(qwen3, clip=hold, zero=lambda m: [g.zero_() for g in m.t1_held]),
-    "gradients set back": case(qwen3, sgd, clip=set_back),
-    "gradients set before clipping": case(
-        qwen3, sgd, clip=set_before_clipping, zero=lambda m: [g.zero_() for g in m.t1_held]
-    ),
     "gradients held once": case(qwen3, sgd, clip=hold_once, zero=False),
     "gradients held once, while more accumulate": case(qwen3, sgd, accumulate=2, clip=hold_once, zero=False),
     "gradients that are deleted": case(qwen3, clip=delete),
-    "gradients of another order in memory": case(qwen3, clip=transposed),
-    "masters, gradients of another order in memory": masters(qwen3, clip=transposed),
     "a parameter that is the optimizer's alone": case(with_scale, loss=scaled, clip=clip_all_of_the_optimizer),
     "gradients whose data is assigned": case(qwen3, clip=give_other_data, zero=False),
     "a gradient that is kept": case(qwen3, clip=keep_first),
-    "gradients that are kept, dropped by layers": case(qwen3, clip=add_kept, zero=lambda m: m.model.zero_grad()),
+    "a gradient that is kept, dropped by layers": case(qwen3, clip=keep_first, zero=lambda m: m.model.zero_grad()),
 }
 
 
@@ -340,15 +286,6 @@ def test_same_bits_as_plain_pytorch(name, monkeypatch):
         compare(**CASES[name], places=[{"choice": choice} for choice in CHOICES.values()])
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_a_gradient_of_another_shape_or_dtype_is_refused():
-    with streaming(qwen3()) as (model, _):
-        weight = up_weight(model)
-        sparse = torch.zeros_like(weight).detach().to_sparse()
-        for value in (torch.zeros(()), torch.zeros_like(weight, dtype=torch.float64), sparse, 0.0):
-            with pytest.raises(T1Error, match=r"p.grad of .*up_proj.weight"):
-                weight.grad = value
 
 
 def test_hidden_states_are_cut_by_rows_whatever_their_shape():
