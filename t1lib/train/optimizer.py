@@ -125,13 +125,11 @@ class StreamOptimizer(ResidentOptimizer):
         norms: dict[int, Tensor] = {}
         for layer in engine.host:
             if layer.trained and (layer.norms is not None or layer.has_gradients):
-                if layer.norms is None:
+                if layer.norms is None or layer.seen is not None:  # she may have changed what she has seen
                     layer.see_gradients()
                     found = layer.gradients()
                     layer.norms = dict(zip(found, norms_of(list(found.values()), exact), strict=True))
                 norms |= {id(layer.params[name]): norm for name, norm in layer.norms.items()}
-                if layer.seen is not None:  # she may change what she holds
-                    layer.norms = None
         others = [p for p in engine.unstreamed() if p.grad is not None]
         for dtype in {p.grad.dtype for p in others}:
             alike = [p for p in others if p.grad.dtype == dtype]

@@ -44,7 +44,7 @@ class Schedule:
         self.device, self.in_backward, self._overlap = engine.device, engine.in_backward, engine.overlap
         layout, device, choice, overlap = engine.layout, engine.device, engine.choice, engine.overlap
         self._rules, self._trace = engine.optimizer.rules, engine.traced
-        self._accumulate = engine.accumulate or self.in_backward  # which refuses more
+        self._accumulate = engine.accumulate
         self._waits_on_device = choice.grads == "device" and not self.in_backward
         trained = [layer for layer in self._order if layer.trained and trains]
         self.weights = [Slot(layout, device) for _ in range(min(choice.slots, len(self._order)))]
@@ -202,10 +202,8 @@ class Schedule:
             if following is not None:
                 self.fetch(following, again=True)
         elif layer.seen is not None:
-            self.outward.after(slot.filled)
-            with self.outward.active():
-                layer.add_up(slot.views)
-            slot.freed = self.outward.mark()
+            layer.add_up(slot.views)  # the host waits for it
+            slot.freed = slot.filled
         elif self._waits_on_device and layer.travels:
             layer.waiting = self.travel.cut(slot.flat)
             slot.freed, layer.arrived, layer.scale = self.compute.mark(), None, None
