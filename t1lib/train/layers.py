@@ -163,11 +163,12 @@ class HostLayer(Traveller):
                 # It names no layer, as autograd would keep it, and with it the model, alive.
                 came = param.register_post_accumulate_grad_hook(lambda param: param._home.gradient_came(param))
                 self._hooks.append(came)
-            param.__class__, param._home = Streamed, self  # whoever looks at it waits for what is still under way
+            param._home, param._name = self, name
+            param.__class__ = Streamed  # whoever looks at it waits for what is still under way
 
     @property
     def has_gradients(self) -> bool:
-        return self.trained and len(self.absent) < len(self.params)
+        return len(self.absent) < len(self.params)
 
     def spans(self, rules: list[Rule]) -> list[Span]:
         """What the next update covers, which it counts: parameters that have a gradient, by the rules of their groups;
@@ -192,24 +193,21 @@ class HostLayer(Traveller):
 
     def gradient(self, param: nn.Parameter) -> Tensor | None:
         """`p.grad`: complete, on the host."""
-        name = self._name_of(param)
-        require(self.keeps_gradients, f"p.grad of {name!r}: with update_in_backward=True no gradients are kept")
-        if name in self.absent:
+        gone = f"p.grad of {param._name!r}: with update_in_backward=True no gradients are kept"
+        require(self.keeps_gradients, gone)
+        if param._name in self.absent:
             return None
         self.see_gradients()
         if self.seen is None:
             with torch.inference_mode(False):
                 self.seen = {name: grad.clone() for name, grad in self.gradients().items()}
-        return self.seen[name]
+        return self.seen[param._name]
 
     def gradients(self) -> dict[str, Tensor]:
         """Those on the host that are not None, by name."""
         if self.seen is not None:
             return self.seen
         return {name: self.grad_views[name] for name in self.params if name not in self.absent}
-
-    def _name_of(self, param: nn.Parameter) -> str:
-        return next(n for n, p in self.params.items() if p is param)
 
     def see_gradients(self) -> None:
         """Make the host's gradients complete; as they may be changed now, their norms are no longer known. An update
@@ -230,7 +228,7 @@ class HostLayer(Traveller):
         such as a penalty, whose gradient comes from elsewhere."""
         if not param.requires_grad:  # frozen since its forward: autograd has added nothing
             return
-        name = self._name_of(param)
+        name = param._name
         with torch._C.DisableTorchFunctionSubclass():
             if self.grad_slot is None or param.grad is not self.grad_slot.views[name]:
                 param.grad = None
@@ -240,7 +238,7 @@ class HostLayer(Traveller):
 
     def set_gradient(self, param: nn.Parameter, value: Tensor | None) -> None:
         """Set `p.grad` to None. Raises `T1Error` for anything else, except what it is, as after `p.grad *= 2`."""
-        name = self._name_of(param)
+        name = param._name
         if value is None:
             self.norms = None
             self.absent.add(name)
@@ -314,7 +312,7 @@ class HostLayer(Traveller):
             hook.remove()
         for name, param in self.params.items():
             param.__class__ = nn.Parameter
-            del param._home
+            del param._home, param._name
             param.data = param.data.to(device, copy=True)
             gone = name in self.absent or not self.keeps_gradients
             param.grad = None if gone else self.gradients()[name].to(device, copy=True)

@@ -124,7 +124,7 @@ class StreamOptimizer(ResidentOptimizer):
         engine, exact = self._engine, self._engine.device.type == "cpu"
         norms: dict[int, Tensor] = {}
         for layer in engine.host:
-            if layer.trained and (layer.norms is not None or layer.has_gradients):
+            if layer.norms is not None or layer.has_gradients:
                 if layer.norms is None or layer.seen is not None:  # she may have changed what she has seen
                     layer.see_gradients()
                     found = layer.gradients()

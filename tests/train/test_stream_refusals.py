@@ -288,7 +288,6 @@ ONGOING: dict[str, tuple] = {
     ),
     "a loss on the weights": during(lambda m, o: penalty(m).backward(), "itself"),
     "a loss on the weights and others": during(lambda m, o: (first_loss(m) + penalty(m)).backward(), "itself"),
-    "a loss on the weights, before": during(lambda m, o: (penalty(m) + first_loss(m)).backward(), "itself"),
     "a loss on the weights, at once": at_once(lambda m, o: (first_loss(m) + penalty(m)).backward(), "itself"),
     "weights assigned": during(partial(assign, then=lambda m, o: first_loss(m)), "p.copy_"),
     "weights assigned, step": during(partial(assign, then=lambda m, o: o.step()), "p.copy_"),

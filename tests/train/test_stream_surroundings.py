@@ -138,11 +138,6 @@ def keep_first(model: nn.Module, optimizer: Any) -> Tensor:
     return vars(model).setdefault("t1_kept", up_weight(model).grad).norm()
 
 
-def hold(model: nn.Module, optimizer: Any) -> Tensor:
-    model.t1_held = [param.grad for param in model.parameters()]
-    return torch.stack([grad.norm() for grad in model.t1_held]).norm()
-
-
 def give_other_data(model: nn.Module, optimizer: Any) -> Tensor:
     """What is held from the step before has them, too, as it is the same tensor."""
     weight, kept = up_weight(model), vars(model).setdefault("t1_kept", up_weight(model).grad)
@@ -254,9 +249,8 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters of two kinds, in turns": case(
         of_two_kinds, before=lambda m, o, b: m.set_adapter("default" if m.active_adapter == "other" else "other")
     ),
-    "weights swapped for an average": case(qwen3, after=of_average),
     # updates of which the weights, in 16 bits, see none for a while
-    "masters, weights swapped for an average": masters(qwen3, partial(adamw, lr=1e-5), after=of_average),
+    "weights swapped for an average": masters(qwen3, partial(adamw, lr=1e-5), after=of_average),
     "weights that are assigned": case(llama, after=of_assigned),
     "decoding by hand": case(qwen3, after=decoded_by_hand),
     "decoding by hand, by rows": case(qwen3, after=decoded_by_hand, micro_batch=1, rel=1e-5),
@@ -266,8 +260,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients zeroed in place": case(qwen3, sgd, zero=lambda m: [p.grad.zero_() for p in m.parameters()]),
     "gradients scaled through what is held": case(qwen3, clip=scale_held),
     "gradients clipped again and again": case(qwen3, clip=clip_often),
-    "gradients zeroed through what is held": case(qwen3, clip=hold, zero=lambda m: [g.zero_() for g in m.t1_held]),
-    "gradients held once": case(qwen3, sgd, clip=hold_once, zero=False),
+    "gradients zeroed through what is held": case(qwen3, clip=hold_once, zero=lambda m: [g.zero_() for g in m.t1_held]),
     "gradients held once, while more accumulate": case(qwen3, sgd, accumulate=2, clip=hold_once, zero=False),
     "gradients that are deleted": case(qwen3, clip=delete),
     "a parameter that is the optimizer's alone": case(with_scale, loss=scaled, clip=clip_all_of_the_optimizer),
