@@ -209,6 +209,7 @@ class Engine:
 
     def drain(self) -> None:
         if self.schedule is not None:
+            self.schedule.take_over(*self.host)
             self.schedule.drain()
         if self.outer is not None:
             self.outer.drain()
@@ -218,6 +219,8 @@ class Engine:
         if self.closed:
             return
         self.closed = True
+        for held in self.host:
+            held.touched = False  # what was assigned to their p.data is given back
         try:
             self.drain()
         finally:

@@ -319,13 +319,11 @@ class HostLayer(Traveller):
 
     @unwatched
     def take_over(self) -> None:
-        """Take over what was written to the host's weights. Raises `T1Error`, and leaves the weights as they were, if
-        `p.data` was assigned."""
-        assigned = [name for name, param in self.params.items() if not self.views[name].is_set_to(param.data)]
-        for name in assigned:
-            self.params[name].data = self.views[name]
-        found = f"p.data of {', '.join(assigned[:1])} of layer {self.index}, a streamed parameter, was assigned"
-        require(not assigned, f"{found}; allowed: writing to it, as by p.copy_(…) within torch.no_grad()")
+        """Take over what was written to the host's weights. Raises `T1Error` if `p.data` was assigned."""
+        for name, param in self.params.items():
+            found = f"p.data of {name!r} of layer {self.index}, a streamed parameter, was assigned"
+            allowed = "writing to it within torch.no_grad(), as by p.copy_(…); close() gives back what was assigned"
+            require(self.views[name].is_set_to(param.data), f"{found}; allowed: {allowed}")
         self.touched, self.written = False, True
 
     def follow(self) -> None:

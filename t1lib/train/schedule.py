@@ -302,7 +302,6 @@ class Schedule:
             self.finish(layer)
         for layer in self._order:
             wait_for(layer.left)
-            self.take_over(layer)
             layer.follow()
 
     def device_tensors(self) -> list[Tensor]:

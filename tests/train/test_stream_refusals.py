@@ -214,13 +214,16 @@ def set_gradient(model: nn.Module, optimizer: Any) -> None:
 
 
 def assign(model: nn.Module, optimizer: Any, then: Callable[..., object]) -> None:
-    """Weights are left as they were, and nothing is updated, not even what does not stream."""
+    """Nothing is updated, not even what does not stream, and weights stay assigned."""
     first_backward(model)
-    before, param = weights(model), layers_of(model)[2].mlp.up_proj.weight
-    param.data = param.data * 0.9
+    for layer in layers_of(model)[1:]:
+        layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data * 0.9
+    before = weights(model)
     try:
         then(model, optimizer)
     finally:
+        assert_same_weights(model, before)
+        optimizer.close()
         assert_same_weights(model, before)
 
 
