@@ -82,7 +82,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--limit", default="", help="most bytes of it, such as 20MB (default: all)")
     add("--vocabulary", type=int, help="tokens, trained on the text (default: the preset's, at most 16384)")
     _add_step(parser, seq=512, batch=16)
-    add("--mode", default="gpu", help="gpu, gpu-graph, ckpt, slide, or fsdp, the one for many processes (default: gpu)")
+    add("--mode", default="gpu", help="gpu, gpu-graph, ckpt, slide or fsdp (default: gpu)")
     add("--head", default="fused", help="full, chunked, fused or torch (default: fused)")
     add("--workspace", help="of the head, such as 256MiB")
     add("--gpu-memory", help="of mode slide, such as 16GiB: what it keeps on the device follows")
@@ -135,14 +135,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     if sys.stdout:  # None if it was closed; its encoding may lack characters such as ≥
         sys.stdout.reconfigure(errors="replace")
-    try:
-        code = main()
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    # Ranks of torchrun end without shutting down the interpreter: while that goes on, a thread of gloo's that lets go
-    # of its last tensor would abort the process.
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    sys.exit(main())

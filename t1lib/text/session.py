@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from t1lib.errors import choose, require, shown
 from t1lib.files import whole
@@ -90,19 +91,14 @@ class LanguageSession:
         }  # fmt: skip
 
     def export(self, folder: Path) -> Path:
-        """Write weights, configuration and tokenizer as `from_pretrained` reads them; all ranks must call it. Raises
-        `T1Error`, and leaves no folder, if it cannot be written."""
-        ranks, weights = self.trainer.ranks, {}
+        """Write weights, configuration and tokenizer as `from_pretrained` reads them. Raises `T1Error`, and leaves no
+        folder, if it cannot be written."""
+        weights: dict[str, Tensor] = {}
         for names in self.trainer.state_parts().values():
-            found = self.trainer.state_of(names)["model"]
-            weights |= found if ranks.rank == 0 else {}
-
-        def write() -> None:
-            with whole(folder) as partial:
-                self.trainer.model.save_pretrained(partial, state_dict=weights)
-                save_tokenizer(self.corpus.tokenizer, partial)
-
-        ranks.first(write)
+            weights |= self.trainer.state_of(names)["model"]
+        with whole(folder) as partial:
+            self.trainer.model.save_pretrained(partial, state_dict=weights)
+            save_tokenizer(self.corpus.tokenizer, partial)
         return folder
 
 

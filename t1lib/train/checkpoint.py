@@ -30,28 +30,22 @@ def save_checkpoint(trainer: Trainer, folder: str | Path) -> Path:
     """Write the trainer's state to `folder`, in place of the checkpoint there; returns the path of the files' folder.
 
     One layer is copied at a time. If the call is interrupted or the disk is full, the checkpoint before is still whole.
-    Several processes must all call it, with a folder that all of them see; they gather one layer for each rank, then
-    all write theirs, and so on. Raises `T1Error`, on all of them, if the checkpoint cannot be written.
+    Raises `T1Error` if the checkpoint cannot be written, and if several processes train the model.
     """
-    folder, ranks = Path(folder), trainer.ranks
-    path = ranks.first(partial(_begin, folder, trainer.steps))
-    parts, sums = list(trainer.state_parts().items()), {}
+    trainer.require_one_process()
+    folder, sums = Path(folder), {}
+    path = _begin(folder, trainer.steps)
     try:
         with ThreadPoolExecutor(1) as pool:  # a file is hashed while the next one is written
-            for at in range(0, len(parts), ranks.size):
-                states = {}
-                for turn, (part, names) in enumerate(parts[at : at + ranks.size]):
-                    state = trainer.state_of(names)  # gathered by all
-                    if turn == ranks.rank:
-                        states[f"{part}.pt"] = state
-                ranks.share(partial(_add, path, states))
-                sums |= {name: pool.submit(_digest, path / name) for name in states}
-        every = ranks.share(lambda: {name: digest.result() for name, digest in sums.items()})
-        files = {name: digest for own in every for name, digest in own.items()}
-        ranks.first(partial(_end, path, {"step": trainer.steps, "folder": path.name, "files": files}))
+            for part, names in trainer.state_parts().items():
+                file, state = path / f"{part}.pt", trainer.state_of(names)
+                with writing(path):
+                    _write(file, partial(torch.save, state))
+                sums[file.name] = pool.submit(_digest, file)
+        files = {name: digest.result() for name, digest in sums.items()}
+        _end(path, {"step": trainer.steps, "folder": path.name, "files": files})
     except BaseException:
-        if ranks.rank == 0:
-            _sweep(folder)
+        _sweep(folder)
         raise
     return path
 
@@ -71,12 +65,6 @@ def _begin(folder: Path, step: int) -> Path:
         remove(path)
         path.mkdir()
     return path
-
-
-def _add(path: Path, states: dict[str, Any]) -> None:
-    with writing(path):
-        for name, state in states.items():
-            _write(path / name, partial(torch.save, state))
 
 
 def _end(path: Path, facts: dict[str, Any]) -> None:
@@ -116,28 +104,19 @@ def _digest(path: Path) -> str:
 def load_checkpoint(trainer: Trainer, folder: str | Path) -> int:
     """Load the checkpoint in `folder`, and return its step.
 
-    All files are compared with their checksums first; of several processes, each verifies some of them. Raises
-    `T1Error`, on all ranks and before anything is changed, if there is no checkpoint, or it is damaged or of another
-    model.
+    All files are compared with their checksums first. Raises `T1Error`, before anything is changed, if there is no
+    checkpoint, if it is damaged or of another model, and if several processes train the model.
     """
-    folder, state = Path(folder), {}
-
-    def verify_and_open() -> str:
-        require(has_checkpoint(folder), f"no checkpoint in {folder}: no {META}")
-        meta = read_signed(folder / META)
-        path, sums = folder / meta["folder"], meta["files"]
-        own = list(sums)[trainer.ranks.rank :: trainer.ranks.size]
-        with ThreadPoolExecutor(READERS) as pool:
-            for name, digest in zip(own, pool.map(lambda name: _digest(path / name), own), strict=True):
-                require(digest == sums[name], f"{path / name} is damaged: its checksum is not the one written")
-        parts = [_read(path / name) for name in sums]
-        state.update({kind: {n: v for part in parts for n, v in part[kind].items()} for kind in KINDS})
-        state["step"] = meta["step"]
-        return repr(meta)
-
-    same = len(set(trainer.ranks.share(verify_and_open))) == 1
-    require(same, f"ranks find different checkpoints in {folder}")
-    trainer.load_state_dict(state)
+    folder = Path(folder)
+    require(has_checkpoint(folder), f"no checkpoint in {folder}: no {META}")
+    meta = read_signed(folder / META)
+    path, sums = folder / meta["folder"], meta["files"]
+    with ThreadPoolExecutor(READERS) as pool:
+        for name, digest in zip(sums, pool.map(lambda name: _digest(path / name), sums), strict=True):
+            require(digest == sums[name], f"{path / name} is damaged: its checksum is not the one written")
+    parts = [_read(path / name) for name in sums]
+    state = {kind: {n: v for part in parts for n, v in part[kind].items()} for kind in KINDS}
+    trainer.load_state_dict(state | {"step": meta["step"]})
     return trainer.steps
 
 

@@ -35,8 +35,8 @@ class FsdpTrainer(Trainer):
 
     Arguments and model must be the same on every rank, and so must the whole batch that is passed to `step` and
     `evaluate`, of which each rank takes its rows in order. The loss is the mean over all tokens that count, whichever
-    rank has them. In several processes 16-bit gradients are summed in float32. Without offload they are reduced only
-    after the last micro-batch; until then each device holds them unsharded.
+    rank has them. In several processes 16-bit gradients are summed in float32, and there is no `state_dict`. Without
+    offload they are reduced only after the last micro-batch; until then each device holds them unsharded.
     """
 
     def __init__(self, model: PreTrainedModel, mode: str = "fsdp", *, offload: bool = True, **common: Any) -> None:
@@ -80,20 +80,6 @@ class FsdpTrainer(Trainer):
 
     def _weight(self, name: str) -> Tensor:
         return _local(self.model.get_parameter(name).data)
-
-    def _whole(self, name: str, part: Tensor) -> Tensor:
-        if self.ranks.alone or part.dim() == 0:
-            return super()._whole(name, part)
-        param = self.model.get_parameter(name)
-        like = {"shape": param.shape, "stride": param.stride(), "run_check": False}
-        sharded = DTensor.from_local(part.to(self.device), param.device_mesh, param.placements, **like)
-        return sharded.full_tensor().cpu()
-
-    def _part(self, whole: Tensor) -> Tensor:
-        if self.ranks.alone or whole.dim() == 0:
-            return whole
-        parts = whole.chunk(self.ranks.size)  # fewer than ranks if there are too few rows
-        return parts[self.ranks.rank] if self.ranks.rank < len(parts) else whole[:0]
 
     def _checked(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         if self.ranks.alone:

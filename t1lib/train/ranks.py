@@ -1,11 +1,10 @@
-"""The processes of a run: how they find each other, exchange data and errors, and end together."""
+"""The processes that train a model together: how they find each other, and exchange data and errors."""
 
 import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +16,6 @@ from torch.distributed import Store
 from t1lib.errors import T1Error
 from t1lib.heads.parallel import SAME, difference
 
-EXIT_LOST = 1
 _JOINED = itertools.count()  # groups that this process has entered
 T = TypeVar("T")
 
@@ -51,10 +49,6 @@ class Ranks:
                 raise T1Error(f"rank {rank}: {found}" if rank else str(found))
         return every
 
-    def first(self, call: Callable[[], T]) -> T:
-        """What `call` returns on rank 0, the only one that calls it; or its `T1Error`."""
-        return self.share(lambda: call() if self.rank == 0 else None)[0]
-
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise `T1Error` on every rank unless all have the same facts."""
         every = self.share(lambda: facts)
@@ -86,9 +80,9 @@ def take_gpu() -> None:
         torch.cuda.set_device(number)
 
 
-def join(cuda: bool) -> Store:
+def join(cuda: bool) -> None:
     """Create the process group of what torchrun started, or one of this process alone; for tensors on GPUs with `cuda`,
-    and for metadata in host memory in any case. Returns its store. Raises `T1Error` if the launcher's variables are
+    and for metadata in host memory in any case. Raises `T1Error` if the launcher's variables are
     incomplete."""
     size, rank = launched(), 0
     on_one_host = size in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
@@ -104,35 +98,3 @@ def join(cuda: bool) -> Store:
         except ValueError as error:
             raise T1Error(f"WORLD_SIZE is {size}, but its processes cannot find each other: {error}") from None
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size)
-    return store
-
-
-@contextmanager
-def together() -> Iterator[Ranks]:
-    """The processes that torchrun started, or this one alone, for a command. Only rank 0 prints. The first rank that
-    fails shows its error; the others, which then fail because it is missing, exit silently. At the end all ranks wait
-    for each other: a launcher ends all when one has exited with an error."""
-    if launched() == 1:
-        yield ALONE
-        return
-    store = join(torch.cuda.is_available())
-    take_gpu()
-    ranks = Ranks(dist.get_rank(), dist.get_world_size())
-    try:
-        if ranks.rank == 0:
-            yield ranks
-        else:
-            with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-                yield ranks
-        ranks.share(lambda: None)  # all have come here
-    except Exception as error:
-        first = False
-        with suppress(RuntimeError):  # the store is gone, with the process that held it
-            first = store.add("t1/failed", 1) == 1
-        if not first:
-            sys.exit(EXIT_LOST)
-        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):  # no error of its own: it was killed
-            print(f"error: a process of the run was lost: {str(error).splitlines()[0]}", file=sys.stderr)
-            sys.exit(EXIT_LOST)
-        raise
-    dist.destroy_process_group()

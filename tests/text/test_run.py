@@ -308,6 +308,12 @@ def test_bad_input_is_one_error_and_nothing_is_left(tmp_path, monkeypatch, refus
     assert not list(tmp_path.iterdir())
 
 
+def test_it_trains_in_one_process(tmp_path, monkeypatch, refused):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does
+    refused("the command trains in one process, and there are 2", tmp_path / "a", "--mode", "fsdp")
+    assert not list(tmp_path.iterdir())
+
+
 def test_folders_for_a_run(tmp_path, refused):
     """One with texts of its data is refused, or with what an export would replace, and a file is named; but a start
     that failed takes none."""

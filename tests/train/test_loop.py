@@ -154,6 +154,13 @@ def test_evaluation_drops_nothing_out(mode):
     assert all(module.training for module in trainer.model.modules())
 
 
+def test_what_fsdp_gathered_for_an_evaluation_is_not_used_for_a_state_that_is_loaded():
+    sharded, other, batch = make_trainer(model(), "fsdp"), make_trainer(model(seed=5), "gpu"), ragged(1)[0]
+    sharded.evaluate(batch)
+    sharded.load_state_dict(other.state_dict())
+    assert sharded.evaluate(batch) == other.evaluate(batch)
+
+
 @pytest.mark.parametrize("mode", ON_CPU)
 def test_a_traced_step_shows_every_layer(mode):
     """And changes nothing, no more than an evaluation."""
