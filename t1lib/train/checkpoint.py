@@ -8,7 +8,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -18,12 +18,12 @@ from typing import Any, BinaryIO
 import torch
 
 from t1lib.errors import T1Error, reason, require
-from t1lib.files import read_signed, remove, signed, sync, writing
+from t1lib.files import read_signed, remove, signed, sync, whole
 from t1lib.train.loop import Trainer
 
-META, PARTIAL = "checkpoint.json", ".checkpoint.json.partial"
+META = "checkpoint.json"
 KINDS = ("model", "optimizer")
-READERS = 8  # threads that read files to verify them
+READERS = 8  # threads that read files for their checksums
 
 
 def save_checkpoint(trainer: Trainer, folder: str | Path) -> Path:
@@ -33,57 +33,33 @@ def save_checkpoint(trainer: Trainer, folder: str | Path) -> Path:
     Raises `T1Error` if the checkpoint cannot be written, and if several processes train the model.
     """
     trainer.require_one_process()
-    folder, sums = Path(folder), {}
-    path = _begin(folder, trainer.steps)
-    try:
-        with ThreadPoolExecutor(1) as pool:  # a file is hashed while the next one is written
-            for part, names in trainer.state_parts().items():
-                file, state = path / f"{part}.pt", trainer.state_of(names)
-                with writing(path):
-                    _write(file, partial(torch.save, state))
-                sums[file.name] = pool.submit(_digest, file)
-        files = {name: digest.result() for name, digest in sums.items()}
-        _end(path, {"step": trainer.steps, "folder": path.name, "files": files})
-    except BaseException:
-        _sweep(folder)
-        raise
+    folder, files = Path(folder), []
+    path = folder / f"step-{trainer.steps:08d}"
+    taken = path.name  # by the checkpoint there, if there is one that cannot be read
+    with suppress(T1Error):
+        taken = read_signed(folder / META)["folder"] if has_checkpoint(folder) else ""
+    if path.name == taken:
+        path = path.with_name(f"{taken}-again")
+    with whole(path) as partial_path:
+        sync(folder.parent)
+        partial_path.mkdir()
+        for part, names in trainer.state_parts().items():
+            files.append(f"{part}.pt")
+            _write(partial_path / files[-1], partial(torch.save, trainer.state_of(names)))
+        sync(partial_path)
+    sync(folder)
+    facts = {"step": trainer.steps, "folder": path.name, "files": _checksums(path, files)}
+    with whole(folder / META) as partial_path:
+        _write(partial_path, lambda file: file.write(signed(facts)))
+    sync(folder)
+    for other in folder.glob(f"*step-{'[0-9]' * 8}*"):  # the checkpoint before, and what killed processes left
+        if other != path:
+            remove(other)
     return path
 
 
 def has_checkpoint(folder: Path) -> bool:
     return (folder / META).is_file()
-
-
-def _begin(folder: Path, step: int) -> Path:
-    path = folder / f"step-{step:08d}"
-    with writing(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        sync(folder.parent)
-        _sweep(folder)  # what killed processes left
-        if path.exists():
-            path = path.with_name(f"{path.name}-again")
-        remove(path)
-        path.mkdir()
-    return path
-
-
-def _end(path: Path, facts: dict[str, Any]) -> None:
-    folder = path.parent
-    with writing(path):
-        sync(path)
-        _write(folder / PARTIAL, lambda file: file.write(signed(facts)))
-        os.replace(folder / PARTIAL, folder / META)
-        sync(folder)
-        _sweep(folder)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what is no part of the checkpoint in `folder`; nothing, if it cannot be read."""
-    with suppress(T1Error):
-        used = read_signed(folder / META)["folder"] if has_checkpoint(folder) else ""
-        for path in (*folder.glob(f"step-{'[0-9]' * 8}*"), folder / PARTIAL):
-            if path.name != used:
-                remove(path)
 
 
 def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -93,12 +69,18 @@ def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
         os.fsync(file.fileno())
 
 
-def _digest(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise T1Error(f"cannot read {path}: {error.strerror or error}") from None
+def _checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The SHA-256 of each of these files."""
+
+    def checksum(name: str) -> tuple[str, str]:
+        try:
+            with (folder / name).open("rb") as file:
+                return name, hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise T1Error(f"cannot read {folder / name}: {error.strerror or error}") from None
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return dict(pool.map(checksum, names))
 
 
 def load_checkpoint(trainer: Trainer, folder: str | Path) -> int:
@@ -110,11 +92,10 @@ def load_checkpoint(trainer: Trainer, folder: str | Path) -> int:
     folder = Path(folder)
     require(has_checkpoint(folder), f"no checkpoint in {folder}: no {META}")
     meta = read_signed(folder / META)
-    path, sums = folder / meta["folder"], meta["files"]
-    with ThreadPoolExecutor(READERS) as pool:
-        for name, digest in zip(sums, pool.map(lambda name: _digest(path / name), sums), strict=True):
-            require(digest == sums[name], f"{path / name} is damaged: its checksum is not the one written")
-    parts = [_read(path / name) for name in sums]
+    path = folder / meta["folder"]
+    for name, found in _checksums(path, meta["files"]).items():
+        require(found == meta["files"][name], f"{path / name} is damaged: its checksum is not the one written")
+    parts = [_read(path / name) for name in meta["files"]]
     state = {kind: {n: v for part in parts for n, v in part[kind].items()} for kind in KINDS}
     trainer.load_state_dict(state | {"step": meta["step"]})
     return trainer.steps
