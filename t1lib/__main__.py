@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="hold claims.yaml against outputs/h200")
     check.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose claims (default: all)")
     _add_plan(commands.add_parser("plan", help="predict memory and time of a step for every mode and head"))
-    _add_train(commands.add_parser("train", help="train a model on text: metrics, checkpoints, a plot"))
+    _add_train(commands.add_parser("train", help="train a model on text: metrics, checkpoints"))
     return parser
 
 

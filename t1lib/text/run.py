@@ -1,4 +1,4 @@
-"""`python -m t1lib train`: a run in a folder, with metrics of every step, checkpoints to resume from, and a plot."""
+"""`python -m t1lib train`: a run in a folder, with metrics of every step and checkpoints to resume from."""
 
 import argparse
 import os
@@ -47,7 +47,6 @@ def train_command(arguments: argparse.Namespace) -> int:
         finished = run.train()
         if asked["export"]:
             print(f"model {run.session.export(folder / 'model')}")
-        print(_plot(folder))
         if not finished:
             print(f"interrupted after step {run.steps}; --resume goes on", file=sys.stderr)
     return 0 if finished else EXIT_INTERRUPTED
@@ -82,38 +81,6 @@ def _whole_path(option: str, path: str, names: Collection[str] = ()) -> str:
     except OSError as error:
         raise T1Error(f"--{option} {shown(path)}: {error.strerror}") from None
     return path if path in names else str(Path(path).resolve())
-
-
-def _plot(folder: Path) -> str:
-    """Draw a run's metrics, if Matplotlib is there; returns what to print about it."""
-    metrics, plot = folder / METRICS, folder / "metrics.png"
-    require(bool(_read_metrics(metrics)), f"{metrics} has no step to plot")
-    try:
-        with whole(plot) as path:
-            _draw(metrics, path)
-    except ModuleNotFoundError as error:
-        return f"no plot: {error.name} is not installed, which the extra kit brings; {metrics} has the numbers"
-    return f"plot {plot}"
-
-
-def _draw(metrics: Path, path: Path) -> None:
-    """Loss, tokens/s and memory over the steps."""
-    import matplotlib.pyplot as plt
-    import pandas as pd
-
-    from t1lib.kit.style import STYLE, subplots
-
-    frame = pd.read_csv(metrics, index_col="step").dropna(axis="columns", how="all")
-    frame["running mean"] = frame["loss"].rolling(max(len(frame) // 50, 1), center=True, min_periods=1).mean()
-    memory = frame["device_gib" if "device_gib" in frame else "host_gib"]
-    with plt.rc_context(STYLE):
-        figure, axes = subplots(2.4, 3)
-        losses = frame.filter(["loss", "running mean", "held_out_loss"]).rename(columns={"held_out_loss": "held out"})
-        losses.plot(ax=axes[0], style=["0.75", "-", "o"], ms=3, ylabel="loss")
-        frame["tokens_per_s"].plot(ax=axes[1], ylim=(0, 1.1 * frame["tokens_per_s"].max()), ylabel="tokens / s")
-        memory.plot(ax=axes[2], ylim=(0, 1.2 * memory.max()), ylabel=f"{memory.name.removesuffix('_gib')} memory (GiB)")
-        figure.savefig(path)
-        plt.close(figure)
 
 
 class TrainRun:
