@@ -78,7 +78,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_train(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="a preset, such as qwen3-0.6b, or a checkpoint folder with its tokenizer")
-    add("--data", default="stdlib", help="a file, a folder of text or of a dataset's shards, or stdlib (default)")
+    add("--data", default="stdlib", help="a file or a folder of text, or stdlib (default)")
     add("--limit", default="", help="most bytes of it, such as 20MB (default: all)")
     add("--vocabulary", type=int, help="tokens, trained on the text (default: the preset's, at most 16384)")
     _add_step(parser, seq=512, batch=16)
