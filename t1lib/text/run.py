@@ -20,11 +20,12 @@ from t1lib.memory import GIB
 from t1lib.models import PRESETS
 from t1lib.signals import EXIT_INTERRUPTED, noted
 from t1lib.text.session import LanguageSession, decided, session_of
-from t1lib.text.texts import LIBRARY, METRICS, RUN
+from t1lib.text.texts import LIBRARY
 from t1lib.train import StepRecord
 from t1lib.train.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 from t1lib.train.ranks import launched
 
+RUN, METRICS = "run.json", "metrics.csv"  # in the folder of a run
 LEAST = dict.fromkeys(("steps", "batch", "seq", "micro_batch", "vocabulary", "eval_rows"), 1)
 LEAST |= dict.fromkeys(("warmup", "checkpoint_every", "eval_every", "report_every"), 0)
 # Options that are given anew each time a run is resumed.
@@ -124,8 +125,7 @@ class TrainRun:
             require(was == now, only)
         options = decided(usual | before | given)
         within = self.folder.resolve().is_relative_to(options["data"])
-        text = within and not before and any(self.folder.glob("[!.]*"))  # would be left out when it is resumed
-        require(not text, f"--out {self.folder} holds files of --data; a run's files are no text: take another")
+        require(not within, f"--out {self.folder} is in the folder of --data; a run's files are no text: take another")
         return options
 
     def _begin(self, before: str | None) -> None:

@@ -11,7 +11,6 @@ from t1lib.errors import require, shown
 from t1lib.heads import parse_bytes
 
 LIBRARY = "stdlib"
-RUN, METRICS = "run.json", "metrics.csv"  # in the folder of a training run (`t1lib.text.run`)
 # Of the library, left out: tests, which many distributions lack. Of its files, those with the build machine's paths.
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # Datasets, and compressed files; what lies beside them is hardly the text.
@@ -30,10 +29,9 @@ def corpus_hash(texts: dict[str, str]) -> str:
 
 def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> dict[str, str]:
     """Name → text of `source`: "stdlib", a file of UTF-8 text, or a folder with everything below it, except for files
-    that are not text, hidden files, and folders with a training run. `limit` (bytes, or "2MB") keeps whole texts up to
-    that size, in the order of their names' hashes. Raises `T1Error` for a source that does not exist, a file that is
-    not text, a dataset's or a compressed file (even as one file of a folder), a link to a folder in a folder, a folder
-    that itself holds a run, and if nothing is left."""
+    that are not text, and hidden ones. `limit` (bytes, or "2MB") keeps whole texts up to that size, in the order of
+    their names' hashes. Raises `T1Error` for a source that does not exist, a file that is not text, a dataset's or a
+    compressed file (even as one file of a folder), a link to a folder in a folder, and if nothing is left."""
     library, path, what = source == LIBRARY, Path(source), f"text in {source}"
     if library:
         path, what = Path(sysconfig.get_paths()["stdlib"]), "the standard library's sources"
@@ -44,7 +42,6 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
         require(text is not None, f"{path} is not UTF-8 text")
         found = [(path.name, text)]
     else:
-        require(not _holds_run(path), f"{path} holds a run, whose files change; move them, or its texts, elsewhere")
         found = _below(path, library)
     left, kept, sizes = 2**62 if limit is None else parse_bytes(limit), {}, []
     for name, text in sorted(found, key=lambda entry: sha256(entry[0])):
@@ -62,9 +59,6 @@ def _below(root: Path, library: bool) -> Iterator[tuple[str, str]]:
     """(name, text) of each text below `root`, as `read_texts` says; of the library, only in its sources."""
     for place, folders, names in os.walk(root):
         folder = Path(place)
-        if _holds_run(folder):
-            folders.clear()
-            continue
         folders[:] = sorted(n for n in folders if not n.startswith(".") and not (library and n in _SKIPPED))
         for link in (folder / name for name in folders if not library):
             require(not link.is_symlink(), f"{link} is a link to a folder; put the folder there, or give it alone")
@@ -73,10 +67,6 @@ def _below(root: Path, library: bool) -> Iterator[tuple[str, str]]:
             text = _text(path) if path.is_file() and (source or not library) else None
             if text is not None:
                 yield path.relative_to(root).as_posix(), text
-
-
-def _holds_run(folder: Path) -> bool:
-    return (folder / RUN).is_file() and (folder / METRICS).is_file()
 
 
 def _text(path: Path) -> str | None:

@@ -300,12 +300,12 @@ def test_it_trains_in_one_process(tmp_path, monkeypatch, refused):
 
 
 def test_folders_for_a_run(tmp_path, refused):
-    """One with texts of its data is refused, or with what an export would replace, and a file is named; but a start
-    that failed takes none."""
+    """One within its data is refused, or with what an export would replace, and a file is named; but a start that
+    failed takes none."""
     (tmp_path / "file").write_text("")
     shutil.copy(TEXT, tmp_path / "a.txt")
-    for out, data in ((tmp_path, tmp_path), (f"{tmp_path}/../{tmp_path.name}", tmp_path), (tmp_path, tmp_path.parent)):
-        refused("holds files of --data", out, "--steps", "1", "--data", str(data))
+    for out in (tmp_path, f"{tmp_path}/../{tmp_path.name}/deep/a"):
+        refused("is in the folder of --data", out, "--steps", "1", "--data", str(tmp_path))
     (tmp_path / "own" / "model").mkdir(parents=True)
     refused("own/model is there already", tmp_path / "own", "--steps", "1")
     shutil.rmtree(tmp_path / "own")
