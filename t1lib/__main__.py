@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from t1lib.errors import T1Error, UnavailableError
+from t1lib.errors import T1Error, UnavailableError, reason
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 MODULES = dict.fromkeys(("run", "list", "report"), "t1lib.driver")  # imported for their commands: that takes seconds
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return EXIT_FAILED
-        why = str(error)
+        why = reason(error)
     print(f"error: {why}", file=sys.stderr)
     return EXIT_BAD_INPUT
 

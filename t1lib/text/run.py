@@ -75,10 +75,6 @@ def _check(arguments: argparse.Namespace) -> dict[str, Any]:
 def _whole_path(option: str, path: str, names: Collection[str] = ()) -> str:
     """The whole path, unless it is one of `names`. Raises `T1Error` for what no file or folder can be called."""
     require(path.isprintable(), f"--{option} {shown(path)} holds characters that no file of settings can hold")
-    try:
-        Path(path).exists()
-    except OSError as error:
-        raise T1Error(f"--{option} {shown(path)}: {error.strerror}") from None
     return path if path in names else str(Path(path).resolve())
 
 

@@ -280,7 +280,7 @@ def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
         (["--device", "tpu"], "--device 'tpu'; allowed here: "),
         (["--data", ""], "--data ''; allowed: leave it out"),
         (["--out", "a\udcff"], "--out 'a\\udcff' holds characters"),
-        (["--data", "x" * 256], "--data 'xxx"),
+        (["--data", "x" * 256], "no corpus at '"),
         (["--gpu-memory", "1GiB"], "--gpu-memory is of mode slide, the mode is gpu"),
         (["--seed", "99999999999999"], "--seed 99999999999999; allowed: less than 2^32"),
         (["--seq", "4096"], "seq 4096; the model has 2048 positions"),
