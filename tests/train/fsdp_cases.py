@@ -151,8 +151,8 @@ def bad_batches() -> None:
         (ids, (ids + 1) % 97, every),
         (ids, ids[:5], every),
         (ids, ids.T.contiguous(), every),
-        (ids, ids + 90, rf"^rank {size - 1}: input_ids hold \d+; allowed: 0 to 96"),
-        (ids + 90, ids + 90, r"^input_ids hold \d+; allowed: 0 to 96"),
+        (ids, ids + 90, rf"^rank {size - 1}: input_ids hold \[\d+\]; allowed: 0 to 96"),
+        (ids + 90, ids + 90, r"^input_ids hold \[\d+\]; allowed: 0 to 96"),
     ]
     many = trainer()
     before = weights(many)

@@ -68,15 +68,15 @@ def ids(length=11, fourth=3):
 
 
 BATCHES = {
-    "too large an id": ({"input_ids": ids(fourth=97)}, ["input_ids hold 97", "allowed: 0 to 96"]),
-    "no ids": ({"labels": ids()}, ["`input_ids`", "(batch, sequence)", "found None"]),
-    "no tokens": ({"input_ids": ids()[:, :0]}, ["`input_ids`", "(2, 0)"]),
+    "too large an id": ({"input_ids": ids(fourth=97)}, ["input_ids hold [97]", "allowed: 0 to 96"]),
+    "no ids": ({"labels": ids()}, ["input_ids: None", "(batch, sequence)"]),
+    "no tokens": ({"input_ids": ids()[:, :0]}, ["input_ids: torch.int64 of shape (2, 0)"]),
     "too long": ({"input_ids": ids(length=17)}, ["17 tokens", "16 positions"]),
-    "too large a label": ({"input_ids": ids(), "labels": ids(fourth=97)}, ["labels hold 97", "or -100"]),
+    "too large a label": ({"input_ids": ids(), "labels": ids(fourth=97)}, ["labels hold [97]", "or -100"]),
     "a key nobody reads": ({"input_ids": ids(), "lables": ids()}, ["'lables'", "allowed: input_ids, and labels"]),
-    "labels shifted": ({"input_ids": ids(), "labels": ids()[:, 1:]}, ["labels (2, 10)", "input_ids (2, 11)"]),
+    "labels shifted": ({"input_ids": ids(), "labels": ids()[:, 1:]}, ["labels: torch.int64 of shape (2, 10)"]),
     "no label that counts": ({"input_ids": ids(), "labels": torch.full((2, 11), -100)}, ["no label counts"]),
-    "ids of floats": ({"input_ids": ids().float()}, ["input_ids of torch.float32", "allowed: a tensor of integers"]),
+    "ids of floats": ({"input_ids": ids().float()}, ["input_ids: torch.float32", "allowed: integers"]),
 }
 
 
