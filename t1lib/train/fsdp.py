@@ -29,7 +29,7 @@ ALIKE = ("loss", "micro_batch", "max_grad_norm", "head", "head_options", "spec")
 
 class FsdpTrainer(Trainer):
     """FSDP2 over all processes of `torch.distributed`'s group. If there is none, it is created: of the processes that
-    torchrun started, else of this one alone. Arguments beyond `Trainer`'s:
+    torchrun started, else of this one alone; it stays when the trainer is closed. Arguments beyond `Trainer`'s:
 
     offload   keep parameters, gradients and optimizer state on the host (else on the device)
 
@@ -40,7 +40,7 @@ class FsdpTrainer(Trainer):
     """
 
     def __init__(self, model: PreTrainedModel, mode: str = "fsdp", *, offload: bool = True, **common: Any) -> None:
-        self._offload, self._own_group = offload, False
+        self._offload = offload
         if str(common.get("device")) != "cpu" and not dist.is_initialized():  # else a device has been chosen
             take_gpu()
         super().__init__(model, mode, **common)
@@ -64,9 +64,8 @@ class FsdpTrainer(Trainer):
 
     def _meet(self) -> None:
         """Join the process group, creating it if there is none, and check that all ranks have the same model."""
-        self._own_group = not dist.is_initialized()
-        if self._own_group:
-            join(self.device.type == "cuda")
+        if not dist.is_initialized():
+            join()
         require_backend(dist.group.WORLD, self.device.type)
         self.ranks = Ranks(dist.get_rank(), dist.get_world_size())
         if not self.ranks.alone:
@@ -117,9 +116,6 @@ class FsdpTrainer(Trainer):
     def close(self) -> None:
         self.model.__dict__.pop("forward", None)
         super().close()
-        if self._own_group:
-            dist.destroy_process_group()
-            self._own_group = False
 
 
 def _local(tensor: Tensor) -> Tensor:

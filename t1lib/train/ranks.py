@@ -1,9 +1,7 @@
 """The processes that train a model together: how they find each other, and exchange data and errors."""
 
-import itertools
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,12 +9,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
 
 from t1lib.errors import T1Error
 from t1lib.heads.parallel import SAME, difference
 
-_JOINED = itertools.count()  # groups that this process has entered
 T = TypeVar("T")
 
 
@@ -80,21 +76,16 @@ def take_gpu() -> None:
         torch.cuda.set_device(number)
 
 
-def join(cuda: bool) -> None:
-    """Create the process group of what torchrun started, or one of this process alone; for tensors on GPUs with `cuda`,
-    and for metadata in host memory in any case. Raises `T1Error` if the launcher's variables are
-    incomplete."""
-    size, rank = launched(), 0
+def join() -> None:
+    """Create the process group of what torchrun started, or one of this process alone, for as long as the process runs:
+    for tensors on GPUs if there are any, and for metadata in host memory in any case. Raises `T1Error` if the
+    launcher's variables are incomplete."""
+    size = launched()
     on_one_host = size in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if on_one_host else ():
         os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")  # the host's name may not resolve
-    if size == 1:  # a file instead of the network, which the store removes
-        with tempfile.NamedTemporaryFile(delete=False) as file:
-            store: Store = dist.FileStore(file.name, 1)
-    else:
-        try:
-            store, rank, size = next(dist.rendezvous("env://"))
-            store = dist.PrefixStore(f"t1/{next(_JOINED)}", store)  # an earlier group left its keys
-        except ValueError as error:
-            raise T1Error(f"WORLD_SIZE is {size}, but its processes cannot find each other: {error}") from None
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size)
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", **alone)
+    except ValueError as error:
+        raise T1Error(f"WORLD_SIZE is {size}, but its processes cannot find each other: {error}") from None
