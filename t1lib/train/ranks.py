@@ -1,10 +1,9 @@
-"""The processes that train a model together: how they find each other, and exchange data and errors."""
+"""The processes that train a model together: how they find each other, compare facts, and add up."""
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +11,6 @@ from torch import Tensor
 
 from t1lib.errors import T1Error
 from t1lib.heads.parallel import SAME, difference
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,24 +27,10 @@ class Ranks:
     def alone(self) -> bool:
         return self.size == 1
 
-    def share(self, call: Callable[[], T]) -> list[T]:
-        """What `call` returns on each rank, in rank order. If it raises `T1Error` on one rank, all ranks raise it."""
-        if self.alone:
-            return [call()]
-        try:
-            mine: Any = call()
-        except T1Error as error:
-            mine = error
-        every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, mine)
-        for rank, found in enumerate(every):
-            if isinstance(found, T1Error):
-                raise T1Error(f"rank {rank}: {found}" if rank else str(found))
-        return every
-
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise `T1Error` on every rank unless all have the same facts."""
-        every = self.share(lambda: facts)
+        every: list[dict[str, Any]] = [{}] * self.size
+        dist.all_gather_object(every, facts)
         if len(set(map(repr, every))) > 1:
             raise T1Error(f"{difference(every)}; {SAME}")
 
