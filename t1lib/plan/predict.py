@@ -16,7 +16,7 @@ from t1lib.files import write_signed
 from t1lib.heads import HEADS, parse_bytes
 from t1lib.memory import GIB, in_words
 from t1lib.models import MORE, PRESETS, parse_changes, shape_only
-from t1lib.optimizers import OptimizerSpec
+from t1lib.optimizers import OptimizerSpec, masters_for
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice, choice_of, device_bytes, host_bytes, reserved_bytes
 from t1lib.plan.duration import fsdp_ms, step_ms
@@ -38,7 +38,7 @@ class Setting:
     seq: int
     micro_batch: int | None = None
     dtype: str = "bfloat16"
-    optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec("adamw", master_weights=True))
+    optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec("adamw"))
     workspace: int = 2**28  # bytes, of head `fused`
     together: bool = True  # whether slide's updates wait for the last gradient
     changes: Mapping[str, Any] = field(default_factory=dict)  # to a preset's configuration
@@ -165,7 +165,7 @@ def _digits(value: float) -> str:
 def _setting(given: argparse.Namespace) -> Setting:
     choose("dtype", given.dtype, ("bfloat16", "float32"))
     require(0 <= given.max_grad_norm < inf, f"--max-grad-norm {given.max_grad_norm}; allowed: 0 or more")
-    state = {"moments": given.moments, "split_master": given.split_master, "master_weights": given.dtype != "float32"}
+    state = {"moments": given.moments, "master_weights": masters_for(given.dtype, given.split_master)}
     return Setting(
         given.model, given.batch, given.seq, given.micro_batch, given.dtype, OptimizerSpec(given.optimizer, **state),
         parse_bytes(given.workspace), together=given.max_grad_norm > 0, changes=parse_changes(given.change),

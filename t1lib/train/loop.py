@@ -87,7 +87,7 @@ class Trainer:
             choose("option of the head", option, HEAD_OPTIONS)
         self.spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
         if not any(param.dtype.itemsize == 2 for param in model.parameters()):  # only those have masters
-            self.spec = replace(self.spec, master_weights=False, split_master=False, moments="float32")
+            self.spec = replace(self.spec, master_weights=None, moments="float32")
         self.steps, self.closed = 0, False
         self.trace: Trace | NoTrace = NoTrace()  # assign a `Trace` to record the spans of the next step's work
         self._own = {n: p for n, p in model.named_parameters() if p.requires_grad}  # what is trained, by name
@@ -113,7 +113,7 @@ class Trainer:
 
     def _resident_optimizer(self, on_host: bool = False) -> torch.optim.Optimizer:
         """PyTorch's own; the kit's if there are masters, or for parameters on the host beside a GPU."""
-        kit = on_host or self.spec.precision.masters is not None
+        kit = on_host or self.spec.master_weights is not None
         fused, graphed = self.device.type == "cuda" and not kit, self.mode == "gpu-graph"
         plain = make_optimizer(self.spec, self._own.values(), fused, capturable=graphed)
         return ResidentOptimizer(plain, self.spec.precision, self.device) if kit else plain

@@ -27,7 +27,7 @@ from t1lib.plan.work import MODES, in_mode, with_head, work_of
 
 SETTING = Setting("qwen3-1.7b", rows=16, seq=1024)
 FRONTIER = Path(__file__).resolve().parents[2] / "outputs" / "h200" / "frontier"
-SPLIT = {"split_master": True}
+SPLIT = {"master_weights": "split"}
 NARROW = SPLIT | {"moments": "bfloat16"}
 LEAN = Choice(slots=2, inputs="host", outer="host")
 T1M1 = replace(SETTING, micro_batch=16, together=False)
@@ -107,6 +107,7 @@ def test_without_a_budget_the_command_names_the_memory_that_is_free(command, bad
     [
         ("--model tiny --vram 1MiB", "nothing fits; the least is mode slide"),
         ("--model tiny --vram 1GiB --optimizer sgd --split-master", "are for name='adamw'"),
+        ("--model tiny --vram 1GiB --dtype float32 --split-master", "split masters of float32 weights"),
         ("--vram 16GiB", "--model is missing"),
         ("--model tiny --vram 1GiB --max-grad-norm nan", "--max-grad-norm nan; allowed: 0 or more"),
         (f"--model tiny --vram 1GiB --host {'9' * 400}GiB", "bad size '999"),
@@ -136,7 +137,7 @@ def test_calibrating_keeps_rates_that_are_used_on_this_device_alone(command, mon
 
 
 def adamw(**other):
-    return OptimizerSpec("adamw", master_weights=True, **other)
+    return OptimizerSpec("adamw", **other)
 
 
 @pytest.mark.parametrize(

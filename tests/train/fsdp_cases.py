@@ -101,7 +101,7 @@ def reduced_once(size: int) -> None:
 
 def sixteen_bits() -> None:
     """With masters, the update is that of one process up to the rounding of 16-bit gradients and weights."""
-    spec = OptimizerSpec("sgd", lr=0.5, master_weights=True)
+    spec = OptimizerSpec("sgd", lr=0.5)
     exact = make_trainer(tiny(torch.bfloat16).float(), "gpu", optimizer=spec, head="full")
     one, many = (make_trainer(tiny(torch.bfloat16), mode, optimizer=spec, head="full") for mode in ("gpu", "fsdp"))
     losses = [[t.step(batch).loss for batch in even(3)] for t in (exact, one, many)]

@@ -37,9 +37,10 @@ OPTIONS = [
 ]
 adamw, sgd, cosine = (partial(OptimizerSpec, "adamw"), partial(OptimizerSpec, "sgd"), partial(Schedule, "cosine"))
 SETTINGS = [
-    (partial(adamw, master_weights=False, moments="bfloat16"), ["moments='bfloat16'", "master_weights=True"]),
+    (partial(adamw, master_weights=None, moments="bfloat16"), ["moments='bfloat16'", "master_weights"]),
     (partial(adamw, moments="fp8"), ["moments 'fp8'", "allowed: float32, bfloat16"]),
-    (partial(sgd, master_weights=True, split_master=True), ["split_master", "name='adamw'"]),
+    (partial(sgd, master_weights="split"), ["master_weights='split'", "name='adamw'"]),
+    (partial(adamw, master_weights=True), ["unknown master_weights True", "allowed: whole, split"]),
     (partial(adamw, betas=(0.9,)), ["betas (0.9,)", "allowed: two"]),
     (partial(adamw, lr=1e38), ["lr 1e+38", "allowed: a number from 0 to 1e9"]),
     (partial(sgd, lr=-0.1), ["-0.1"]),
@@ -134,7 +135,7 @@ def test_a_parameter_without_a_state_is_named_even_if_none_is_needed():
 @pytest.mark.parametrize("mode", ["gpu", "slide"])
 def test_masters_that_a_checkpoint_lacks_are_made_of_its_weights(mode):
     """And those that a trainer has no use for are left out."""
-    batch, specs = {"input_ids": ids()}, (adamw(lr=0.1, master_weights=masters) for masters in (False, True))
+    batch, specs = {"input_ids": ids()}, (adamw(lr=0.1, master_weights=masters) for masters in (None, "whole"))
     plain, wide = (make_trainer(model(dtype=torch.bfloat16), mode, optimizer=spec) for spec in specs)
     plain.step(batch)
     wide.load_state_dict(plain.state_dict())
