@@ -10,7 +10,7 @@ import pytest
 from copies import CHECKOUT, python
 from packaging.requirements import Requirement
 
-OPTIONAL = {  # imported where a user has them: peers that are measured, a shard of a dataset, a cell of a notebook
+OPTIONAL = {  # imported where a user has them: peers that are measured, a cell of a notebook
     "IPython", "cut_cross_entropy", "liger_kernel", "quack", "trl",
 }  # fmt: skip
 EXTRA = {  # what only the extras bring: modules
