@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from t1lib.errors import T1Error, UnavailableError
+from t1lib.errors import T1Error, UnavailableError, reason
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 MODULES = dict.fromkeys(("run", "list", "report"), "t1lib.driver")  # imported for their commands: that takes seconds
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="hold claims.yaml against outputs/h200")
     check.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose claims (default: all)")
     _add_plan(commands.add_parser("plan", help="predict memory and time of a step for every mode and head"))
-    _add_train(commands.add_parser("train", help="train a model on text: metrics, checkpoints, a plot"))
+    _add_train(commands.add_parser("train", help="train a model on text: metrics, checkpoints"))
     return parser
 
 
@@ -78,11 +78,11 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_train(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="a preset, such as qwen3-0.6b, or a checkpoint folder with its tokenizer")
-    add("--data", default="stdlib", help="a file, a folder of text or of a dataset's shards, or stdlib (default)")
+    add("--data", default="stdlib", help="a file or a folder of text, or stdlib (default)")
     add("--limit", default="", help="most bytes of it, such as 20MB (default: all)")
     add("--vocabulary", type=int, help="tokens, trained on the text (default: the preset's, at most 16384)")
     _add_step(parser, seq=512, batch=16)
-    add("--mode", default="gpu", help="gpu, gpu-graph, ckpt, slide, or fsdp, the one for many processes (default: gpu)")
+    add("--mode", default="gpu", help="gpu, gpu-graph, ckpt, slide or fsdp (default: gpu)")
     add("--head", default="fused", help="full, chunked, fused or torch (default: fused)")
     add("--workspace", help="of the head, such as 256MiB")
     add("--gpu-memory", help="of mode slide, such as 16GiB: what it keeps on the device follows")
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return EXIT_FAILED
-        why = str(error)
+        why = reason(error)
     print(f"error: {why}", file=sys.stderr)
     return EXIT_BAD_INPUT
 
@@ -135,14 +135,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     if sys.stdout:  # None if it was closed; its encoding may lack characters such as ≥
         sys.stdout.reconfigure(errors="replace")
-    try:
-        code = main()
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    # Ranks of torchrun end without shutting down the interpreter: while that goes on, a thread of gloo's that lets go
-    # of its last tensor would abort the process.
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    sys.exit(main())

@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -58,12 +59,9 @@ def pin(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
 def host_available() -> int:
     """Bytes of memory that this process may still take, within the limits of the machine and of its control group."""
     free = psutil.virtual_memory().available
-    for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        group = CONTROL_GROUP if most == "memory.max" else CONTROL_GROUP / "memory"  # cgroup versions 2 and 1
-        try:
-            free = min(free, int((group / most).read_text()) - int((group / used).read_text()))
-        except (OSError, ValueError):  # no such group, or no limit ("max")
-            continue
+    with suppress(OSError, ValueError):  # no control group of version 2, or no limit ("max")
+        most, used = ((CONTROL_GROUP / name).read_text() for name in ("memory.max", "memory.current"))
+        free = min(free, int(most) - int(used))
     return max(free, 0)
 
 

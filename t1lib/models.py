@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -128,9 +127,6 @@ def _config_of(name: str, changes: dict[str, object]) -> PreTrainedConfig:
     require(local or hub, f"unknown model {shown(name)}: {allowed}")
     with _loading(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
-    for field in ("hidden_act", "hidden_activation"):
-        if getattr(config, field, None) is not None:
-            choose(f"{field} in config.json of {shown(name)}:", getattr(config, field), ACT2FN)
     quantised = getattr(config, "quantization_config", None) is not None
     require(not quantised, f"{shown(name)} is quantised (quantization_config): allowed are weights of 16 or 32 bits")
     config._attn_implementation = "eager" if config._attn_implementation == "eager" else None  # None: transformers'
@@ -167,8 +163,6 @@ def _check(fields: dict[str, Any]) -> None:
         require(share, f"{name}={shown(value)}; allowed: 0 to 1")
     heads, shared = fields["num_attention_heads"], fields["num_key_value_heads"]
     require(heads % shared == 0, f"num_key_value_heads={shared}; allowed: divisors of num_attention_heads={heads}")
-    for name in fields.keys() & {"hidden_act", "hidden_activation"}:
-        choose(name, fields[name], ACT2FN)
 
 
 def _random_model(model: PreTrainedModel, device: torch.device, seed: int) -> PreTrainedModel:

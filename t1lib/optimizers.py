@@ -55,10 +55,7 @@ class Precision:
 class OptimizerSpec:
     """An optimizer and its hyperparameters. Defaults are PyTorch's, except for lr and for weight decay, which is off.
 
-    master_weights  keep a float32 master of each 16-bit parameter, and moments in float32 (but see `moments`); by
-                    default for adamw, whose updates of 16-bit parameters would mostly round to nothing
-    split_master    store only those 16 bits of the master that the parameter lacks: saves 2 bytes per parameter
-    moments         of AdamW beside a master, as in `Precision`
+    master_weights, moments   as `Precision`'s masters and moments; "split" and "bfloat16" are for adamw alone
     """
 
     name: str = "sgd"
@@ -67,14 +64,11 @@ class OptimizerSpec:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    master_weights: bool | None = None
-    split_master: bool = False
+    master_weights: str | None = "whole"
     moments: str = "float32"
 
     def __post_init__(self) -> None:
         choose("optimizer", self.name, OPTIMIZERS)
-        if self.master_weights is None:
-            object.__setattr__(self, "master_weights", self.name == "adamw")
         for name in ("lr", "weight_decay", "momentum", "eps"):
             value = getattr(self, name)
             fits = is_number(value) and 0 <= value <= 1e9  # products and quotients of them fit float32
@@ -82,19 +76,24 @@ class OptimizerSpec:
         pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
         betas = pair and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         require(betas, f"betas {self.betas!r}; allowed: two, each from 0 to below 1")
-        choose("moments", self.moments, MOMENTS)
-        needs = self.split_master or self.moments != "float32"
-        fits = not needs or (self.master_weights and self.name == "adamw")
-        require(fits, "split_master and moments='bfloat16' are for name='adamw' with master_weights=True")
+        narrow = self.precision.masters == "split" or self.moments != "float32"
+        fits = self.name == "adamw" or not narrow
+        require(fits, "master_weights='split' and moments='bfloat16' are for name='adamw'")
 
     @property
     def precision(self) -> Precision:
-        return Precision(("split" if self.split_master else "whole") if self.master_weights else None, self.moments)
+        return Precision(self.master_weights, self.moments)
 
     def kinds(self, param: Tensor) -> dict[str, torch.dtype]:
         """Keys and dtypes of a parameter's state."""
         rule = {"betas": self.betas} if self.name == "adamw" else {"momentum": self.momentum}
         return self.precision.kinds(param, rule)
+
+
+def masters_for(dtype: str, split: bool) -> str | None:
+    """`master_weights` for weights of this dtype; split: only the bits that they lack."""
+    require(not split or dtype != "float32", "split masters of float32 weights; allowed: of bfloat16 weights")
+    return None if dtype == "float32" else "split" if split else "whole"
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,16 @@
 
 import os
 import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from signal import default_int_handler
 from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_INTERRUPTED = 130
-PASSED_ON = 1.0  # seconds in which a launcher, whose processes were sent a signal too, passes it on to them
+PASSED_ON = 1.0  # seconds in which what started the command, and was sent a signal too, passes it on
 AT_ONCE = "interrupted at once; --resume goes on from the last checkpoint, if there is one"
 
 _asked: list[float] | None = None  # when signals came; None unless it trains
@@ -21,27 +20,16 @@ _message = "interrupted while starting; nothing was trained"
 
 
 def watch() -> None:
-    """From now on signals end this process, by a thread: calls into libraries may keep the main one from hearing them
-    for minutes, or swallow what it raises. Call it in the main thread, before slow imports."""
+    """From now on signals end this process: not by an exception, which a library may swallow. Call it in the main
+    thread, before slow imports."""
     global _watched
-    heard, told = socket.socketpair()
-    told.setblocking(False)
-    signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
     for number in SIGNALS:
-        signal.signal(number, lambda *_: None)
-    threading.Thread(target=_listen, args=(heard, told), daemon=True).start()
+        signal.signal(number, partial(_hear, _exit))
     _watched = True
 
 
-def _listen(heard: socket.socket, told: socket.socket) -> None:
-    while number := heard.recv(1):
-        if number[0] in SIGNALS:
-            _hear(_exit)
-
-
-def _exit() -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":
-        os.write(2, f"{_message}\n".encode())
+def _exit(*_: Any) -> NoReturn:
+    os.write(2, f"{_message}\n".encode())
     os._exit(EXIT_INTERRUPTED)
 
 
@@ -57,7 +45,8 @@ def noted() -> Iterator[Callable[[], bool]]:
     """Yield a function that says whether the training within this context is asked to stop. A second signal ends it at
     once: with `KeyboardInterrupt`, if this process does not `watch`."""
     global _asked, _message
-    before = {} if _watched else {n: signal.signal(n, lambda *at: _hear(default_int_handler, *at)) for n in SIGNALS}
+    raising = partial(_hear, default_int_handler)
+    before = {} if _watched else {number: signal.signal(number, raising) for number in SIGNALS}
     _asked, _message = [], AT_ONCE
     try:
         yield lambda: bool(_asked)

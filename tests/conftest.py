@@ -67,7 +67,7 @@ class Checkout:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_left():
-    """Destroy a process group that a test module leaves behind: mode fsdp creates one, which only `close` destroys."""
+    """Destroy a process group that a test module leaves behind: mode fsdp creates one."""
     yield
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():

@@ -10,7 +10,7 @@ from t1lib.models import build_model
 from t1lib.optimizers import OptimizerSpec
 from t1lib.train import make_trainer
 
-SPLIT = {"split_master": True, "moments": "bfloat16"}
+SPLIT = {"master_weights": "split", "moments": "bfloat16"}
 
 
 def bfloat16() -> ExitStack:
@@ -45,7 +45,7 @@ def test_training_with_masters(mode, default, more):
     found = []
     for surroundings in (nullcontext, default):
         model, batch = build_model("tiny", dtype=torch.bfloat16, num_hidden_layers=2), torch.arange(16).view(2, 8)
-        spec = OptimizerSpec("adamw", lr=1e-3, master_weights=True, **more)
+        spec = OptimizerSpec("adamw", lr=1e-3, **more)
         with surroundings():
             trainer = make_trainer(model, mode, device="cpu", head="full", optimizer=spec, max_grad_norm=1.0)
             losses = [trainer.step({"input_ids": batch}).loss for _ in range(2)]

@@ -50,12 +50,14 @@ def test_commands_of_the_readme_are_there(command):
 
 
 @pytest.mark.slow
-def test_the_command_train_and_the_vocabulary_parallel_example_run_as_printed(tmp_path):
+def test_the_command_train_and_the_examples_of_several_processes_run_as_printed(tmp_path):
     command = next(command for command in COMMANDS if " train " in command)
     python(*shlex.split(command)[1:], cwd=tmp_path, T1_CACHE=str(tmp_path / "cache"))
     assert (tmp_path / "runs/first/metrics.csv").read_text().splitlines()[-1].startswith("200,")
-    code = re.search(r"```python\n(# shards\.py.*?)```", TEXT["docs/several-gpus.md"], re.DOTALL)[1]
-    (tmp_path / "shards.py").write_text(code, encoding="utf-8")
+    for script in ("two.py", "shards.py"):
+        code = re.search(rf"```python\n(# {script}.*?)```", TEXT["docs/several-gpus.md"], re.DOTALL)[1]
+        (tmp_path / script).write_text(code, encoding="utf-8")
+    python("-m", "torch.distributed.run", "--nproc-per-node", "2", "two.py", cwd=tmp_path)
     told = python("-m", "torch.distributed.run", "--nproc-per-node", "2", "shards.py", cwd=tmp_path)
     found = re.findall(r"rank (\d): loss (\S+), norm of dE (\S+), dW \((\d+), 256\)", told)
     assert sorted(line[0] for line in found) == ["0", "1"] and sum(int(line[3]) for line in found) == 1001

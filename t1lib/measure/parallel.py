@@ -132,7 +132,7 @@ class Rank:
         with redirect_stdout(printed), redirect_stderr(io.StringIO()):  # every rank would give the same warnings
             if cuda:
                 torch.cuda.set_device(self.device)
-            join(cuda)
+            join()
             task(records, self.device, **settings)
             synchronize(self.device)  # a rank that ended before another's collectives have would make those fail
         return records.rows, printed.getvalue()

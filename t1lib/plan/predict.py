@@ -1,10 +1,9 @@
-"""Memory and time of a step for every mode and head, and what would fit instead; the command `python -m t1lib plan`."""
+"""Memory and time of a step for every mode and head; the command `python -m t1lib plan`."""
 
 import argparse
 import os
 import shlex
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from math import inf
@@ -17,7 +16,7 @@ from t1lib.files import write_signed
 from t1lib.heads import HEADS, parse_bytes
 from t1lib.memory import GIB, in_words
 from t1lib.models import MORE, PRESETS, parse_changes, shape_only
-from t1lib.optimizers import OptimizerSpec
+from t1lib.optimizers import OptimizerSpec, masters_for
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice, choice_of, device_bytes, host_bytes, reserved_bytes
 from t1lib.plan.duration import fsdp_ms, step_ms
@@ -39,7 +38,7 @@ class Setting:
     seq: int
     micro_batch: int | None = None
     dtype: str = "bfloat16"
-    optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec("adamw", master_weights=True))
+    optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec("adamw"))
     workspace: int = 2**28  # bytes, of head `fused`
     together: bool = True  # whether slide's updates wait for the last gradient
     changes: Mapping[str, Any] = field(default_factory=dict)  # to a preset's configuration
@@ -123,30 +122,6 @@ def recommended(predictions: Collection[Prediction]) -> Prediction:
     return min((p for p in fitting if p.ms <= ALIKE * fastest), key=lambda p: (MODES.index(p.mode), p.ms))
 
 
-def would_fit(setting: Setting, vram: int, host: int | None, machine: Machine) -> dict[str, Prediction]:
-    """Similar settings that fit, by their one change (as options of the command `plan`): of each kind the smallest."""
-    rows, seq, spec, masters = setting.rows, setting.seq, setting.optimizer, setting.dtype != "float32"
-    adamw = spec.name == "adamw"
-    family = [name for name in PRESETS if name.split("-")[0] == setting.model.split("-")[0]]  # the smallest first
-    smaller = family[: family.index(setting.model)] if setting.model in family else []
-    near = {
-        "--micro-batch {}": ("micro_batch", [1] if (setting.micro_batch or rows) > 1 else []),
-        "--batch {}": ("rows", [rows >> n for n in range(1, rows.bit_length())]),
-        "--seq {}": ("seq", [seq >> n for n in range(1, 8) if seq >> n >= 128]),
-        "--moments bfloat16 --split-master":
-            ("optimizer", [replace(spec, moments="bfloat16", split_master=True)] if adamw and masters else []),
-        "--optimizer sgd": ("optimizer", [OptimizerSpec("sgd", master_weights=masters)] if adamw else []),
-        "--model {}": ("model", smaller[::-1]),
-    }  # fmt: skip
-    found: dict[str, Prediction] = {}
-    for option, (name, values) in near.items():
-        for new in values:  # the smallest change first
-            with suppress(T1Error):
-                found[option.format(new)] = recommended(predict(replace(setting, **{name: new}), vram, host, machine))
-                break
-    return found
-
-
 def plan_command(given: argparse.Namespace) -> int:
     """Run the command; returns 0, or raises `T1Error` after printing the table if nothing fits."""
     gpu = torch.cuda.is_available()
@@ -175,12 +150,7 @@ def plan_command(given: argparse.Namespace) -> int:
         times = f"{_digits(p.ms / 1e3)} s", _digits(setting.rows * setting.seq / p.ms * 1e3)
         values = [*sizes, *times] if p.ms < inf else ["-"] * 5
         print(_ROW.format(p.mode, p.head, *values, p.why or "fits"))
-    try:
-        best = recommended(predictions)
-    except T1Error as error:
-        near = would_fit(setting, vram, host, machine)
-        told = (f"{c} ({in_words(p.reserved)}, host {in_words(p.host)})" for c, p in near.items())
-        raise T1Error(f"{error}\nwould fit: {', '.join(told) or 'nothing near it, either'}") from None
+    best = recommended(predictions)
     choice = ", ".join(f"{name} {value}" for name, value in asdict(best.choice).items()) if best.choice else ""
     print(f"\nrecommended: mode {best.mode}, head {best.head}{f' ({choice})' if choice else ''}")
     print(f"  {_command(given, best, vram)}")
@@ -195,7 +165,7 @@ def _digits(value: float) -> str:
 def _setting(given: argparse.Namespace) -> Setting:
     choose("dtype", given.dtype, ("bfloat16", "float32"))
     require(0 <= given.max_grad_norm < inf, f"--max-grad-norm {given.max_grad_norm}; allowed: 0 or more")
-    state = {"moments": given.moments, "split_master": given.split_master, "master_weights": given.dtype != "float32"}
+    state = {"moments": given.moments, "master_weights": masters_for(given.dtype, given.split_master)}
     return Setting(
         given.model, given.batch, given.seq, given.micro_batch, given.dtype, OptimizerSpec(given.optimizer, **state),
         parse_bytes(given.workspace), together=given.max_grad_norm > 0, changes=parse_changes(given.change),

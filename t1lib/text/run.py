@@ -1,13 +1,11 @@
-"""`python -m t1lib train`: a run in a folder, with metrics of every step, checkpoints to resume from, and a plot."""
+"""`python -m t1lib train`: a run in a folder, with metrics of every step and checkpoints to resume from."""
 
 import argparse
 import os
-import re
 import sys
 import time
 from collections.abc import Collection
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,37 +19,36 @@ from t1lib.memory import GIB
 from t1lib.models import PRESETS
 from t1lib.signals import EXIT_INTERRUPTED, noted
 from t1lib.text.session import LanguageSession, decided, session_of
-from t1lib.text.texts import LIBRARY, METRICS, RUN
+from t1lib.text.texts import LIBRARY
 from t1lib.train import StepRecord
 from t1lib.train.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
-from t1lib.train.ranks import ALONE, Ranks, together
+from t1lib.train.ranks import launched
 
+RUN, METRICS = "run.json", "metrics.csv"  # in the folder of a run
 LEAST = dict.fromkeys(("steps", "batch", "seq", "micro_batch", "vocabulary", "eval_rows"), 1)
 LEAST |= dict.fromkeys(("warmup", "checkpoint_every", "eval_every", "report_every"), 0)
 # Options that are given anew each time a run is resumed.
 SITTING = {"out", "resume", "export", "checkpoint_every", "eval_every", "eval_rows", "report_every"}
 HEADER = "step,loss,grad_norm,lr,tokens,tokens_per_s,wall_ms,device_gib,host_gib,held_out_loss"  # of metrics.csv
-_ROW = re.compile(rf"^[1-9][0-9]*(?:,[-+.0-9einfa]*){{{HEADER.count(',')}}}\n", re.MULTILINE)
 
 
 def train_command(arguments: argparse.Namespace) -> int:
-    """Run the command, in every process that torchrun started; returns 0, or 130 if it was interrupted."""
-    with together() as ranks:
-        given = _check(arguments)
-        asked = {**arguments.defaults, **given}
-        folder = Path(asked["out"] or f"runs/{Path(asked['model']).name}-{asked['mode']}-{asked['head']}")
-        _whole_path("out", str(folder))
-        with closing(TrainRun(folder, given, arguments.defaults, ranks)) as run:
-            print(run.about(), flush=True)
-            if run.steps >= run.options["steps"]:
-                print(f"{folder} is at step {run.steps} of {run.options['steps']}: nothing to train")
-            finished = run.train()
-            if asked["export"]:
-                print(f"model {run.session.export(folder / 'model')}")
-            print(ranks.first(partial(_plot, folder)))
-            if not finished:
-                print(f"interrupted after step {run.steps}; --resume goes on", file=sys.stderr)
-        return 0 if finished else EXIT_INTERRUPTED
+    """Run the command; returns 0, or 130 if it was interrupted."""
+    require(launched() == 1, f"the command trains in one process, and there are {launched()}; allowed: 1")
+    given = _check(arguments)
+    asked = {**arguments.defaults, **given}
+    folder = Path(asked["out"] or f"runs/{Path(asked['model']).name}-{asked['mode']}-{asked['head']}")
+    _whole_path("out", str(folder))
+    with closing(TrainRun(folder, given, arguments.defaults)) as run:
+        print(run.about(), flush=True)
+        if run.steps >= run.options["steps"]:
+            print(f"{folder} is at step {run.steps} of {run.options['steps']}: nothing to train")
+        finished = run.train()
+        if asked["export"]:
+            print(f"model {run.session.export(folder / 'model')}")
+        if not finished:
+            print(f"interrupted after step {run.steps}; --resume goes on", file=sys.stderr)
+    return 0 if finished else EXIT_INTERRUPTED
 
 
 def _check(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -78,43 +75,7 @@ def _check(arguments: argparse.Namespace) -> dict[str, Any]:
 def _whole_path(option: str, path: str, names: Collection[str] = ()) -> str:
     """The whole path, unless it is one of `names`. Raises `T1Error` for what no file or folder can be called."""
     require(path.isprintable(), f"--{option} {shown(path)} holds characters that no file of settings can hold")
-    try:
-        Path(path).exists()
-    except OSError as error:
-        raise T1Error(f"--{option} {shown(path)}: {error.strerror}") from None
     return path if path in names else str(Path(path).resolve())
-
-
-def _plot(folder: Path) -> str:
-    """Draw a run's metrics, if Matplotlib is there; returns what to print about it."""
-    metrics, plot = folder / METRICS, folder / "metrics.png"
-    require(bool(_read_metrics(metrics)), f"{metrics} has no step to plot")
-    try:
-        with whole(plot) as path:
-            _draw(metrics, path)
-    except ModuleNotFoundError as error:
-        return f"no plot: {error.name} is not installed, which the extra kit brings; {metrics} has the numbers"
-    return f"plot {plot}"
-
-
-def _draw(metrics: Path, path: Path) -> None:
-    """Loss, tokens/s and memory over the steps."""
-    import matplotlib.pyplot as plt
-    import pandas as pd
-
-    from t1lib.kit.style import STYLE, subplots
-
-    frame = pd.read_csv(metrics, index_col="step").dropna(axis="columns", how="all")
-    frame["running mean"] = frame["loss"].rolling(max(len(frame) // 50, 1), center=True, min_periods=1).mean()
-    memory = frame["device_gib" if "device_gib" in frame else "host_gib"]
-    with plt.rc_context(STYLE):
-        figure, axes = subplots(2.4, 3)
-        losses = frame.filter(["loss", "running mean", "held_out_loss"]).rename(columns={"held_out_loss": "held out"})
-        losses.plot(ax=axes[0], style=["0.75", "-", "o"], ms=3, ylabel="loss")
-        frame["tokens_per_s"].plot(ax=axes[1], ylim=(0, 1.1 * frame["tokens_per_s"].max()), ylabel="tokens / s")
-        memory.plot(ax=axes[2], ylim=(0, 1.2 * memory.max()), ylabel=f"{memory.name.removesuffix('_gib')} memory (GiB)")
-        figure.savefig(path)
-        plt.close(figure)
 
 
 class TrainRun:
@@ -122,19 +83,17 @@ class TrainRun:
 
     given   options of the command `train` that are given, with whole paths; with "resume" the others are the run's
     usual   the others of a new run
-    ranks   the processes that train; rank 0 alone writes
 
-    Raises `T1Error`, having written nothing, unless the folder, its run, the text and all ranks are as they should be.
+    Raises `T1Error`, having written nothing, unless the folder, its run and the text are as they should be.
     """
 
-    def __init__(self, folder: Path, given: dict[str, Any], usual: dict[str, Any], ranks: Ranks = ALONE) -> None:
-        self.folder, self.ranks, self._checkpoints = folder, ranks, folder / "checkpoints"
+    def __init__(self, folder: Path, given: dict[str, Any], usual: dict[str, Any]) -> None:
+        self.folder, self._checkpoints = folder, folder / "checkpoints"
         taken = f"another process trains in {folder}; wait for it, or take another --out"
         with ExitStack() as stack:
-            ranks.first(lambda: stack.enter_context(held(folder, RUN, taken)))
-            before = ranks.first(partial(self._before, usual, "resume" in given))
+            stack.enter_context(held(folder, RUN, taken))
+            before = self._before(usual, "resume" in given)
             self.options = self._options(given, usual, before.get("options", {}))
-            ranks.agree(self.options)
             self.session = LanguageSession(**session_of(self.options))
             self._begin(before.get("corpus"))
             stack.callback(self.session.trainer.close)
@@ -158,27 +117,22 @@ class TrainRun:
             was, now = before[name], given[name]
             only = f"{name} is {shown(now)}; the run in {self.folder} has {shown(was)} and goes on with that alone"
             require(was == now, only)
-        options, size = decided(usual | before | given), self.ranks.size
-        mode, rows, within = options["mode"], options["batch"], self.folder.resolve().is_relative_to(options["data"])
-        text = within and not before and any(self.folder.glob("[!.]*"))  # would be left out when it is resumed
-        require(not text, f"--out {self.folder} holds files of --data; a run's files are no text: take another")
-        one = f"mode {mode} trains in one process, and there are {size}; take --mode fsdp, or start one"
-        require(size == 1 or mode == "fsdp", one)
-        require(rows >= size, f"--batch {rows} for {size} processes; allowed: {size} rows or more")
+        options = decided(usual | before | given)
+        within = self.folder.resolve().is_relative_to(options["data"])
+        require(not within, f"--out {self.folder} is in the folder of --data; a run's files are no text: take another")
         return options
 
     def _begin(self, before: str | None) -> None:
         """Go on from the last checkpoint, if there is one. before: hash of the text of the run that is resumed"""
-        folder, ranks, text = self.folder, self.ranks, self.session.corpus.sha256
-        ranks.agree({"the text (its sha256)": text})
+        folder, text = self.folder, self.session.corpus.sha256
         require(before in (None, text), f"the text is not the one that the run in {folder} was begun with")
-        saved = ranks.first(lambda: has_checkpoint(self._checkpoints))  # not if the run is new, or ended before that
+        saved = has_checkpoint(self._checkpoints)  # not if the run is new, or ended before that
         self._saved = load_checkpoint(self.session.trainer, self._checkpoints) if saved else None  # its step
         most = f"the run in {folder} is at step {self.steps}; allowed: --steps {self.steps} or more, or none"
         require(self.steps <= self.options["steps"], most)
         own = {name: value for name, value in self.options.items() if name not in SITTING}
         made = {"t1lib": __version__, "torch": torch.__version__, "corpus": text, "options": own}
-        ranks.first(lambda: write_signed(folder / RUN, made))
+        write_signed(folder / RUN, made)
 
     @property
     def steps(self) -> int:
@@ -194,18 +148,18 @@ class TrainRun:
         return f"{trained}; {self.folder}\n{spec.name}: weights in {options['dtype']}{masters}{moments}"
 
     def train(self) -> bool:
-        """Train up to the option `steps`; returns whether that was reached. Interrupting one process (Ctrl-C) stops all
-        of them after the current step, with a checkpoint. So do metrics that cannot be written: `T1Error`."""
+        """Train up to the option `steps`; returns whether that was reached. An interrupt (Ctrl-C) stops it after the
+        current step, with a checkpoint. So do metrics that cannot be written: `T1Error`."""
         last, rows = self.options["steps"], self.options["eval_rows"]
         with noted() as interrupted:
-            self.ranks.first(self._begin_metrics)
-            while self.steps < last and not any(self.ranks.share(interrupted)):
+            self._begin_metrics()
+            while self.steps < last and not interrupted():
                 record = self.session.step()
                 ends = record.step == last
                 row = self._row(record, self.session.evaluate(rows) if self._due("eval_every", ends) else None)
                 told = self._due("report_every", ends or interrupted())
                 try:
-                    self.ranks.first(partial(self._add_metrics, row, told))
+                    self._add_metrics(row, told)
                 except T1Error:
                     self._save()
                     raise
@@ -233,7 +187,7 @@ class TrainRun:
         return dict(zip(HEADER.split(","), (*training, peak, host, held_out), strict=True))
 
     def _begin_metrics(self) -> None:
-        """Drop the rows of steps that will be repeated, and damaged ones."""
+        """Drop the rows of steps that will be repeated, and one that a full disk or a power cut truncated."""
         rows = [row for row in _read_metrics(self.folder / METRICS) if int(row.split(",")[0]) <= self.steps]
         with whole(self.folder / METRICS) as path:
             path.write_text("".join([HEADER, "\n", *rows]), encoding="utf-8", newline="\n")
@@ -248,8 +202,9 @@ class TrainRun:
 
 
 def _read_metrics(path: Path) -> list[str]:
-    """The whole rows of a metrics.csv: one truncated by a full disk or a power cut is skipped, as is the header."""
-    return _ROW.findall(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else []
+    """The whole rows of a metrics.csv, without its header."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
+    return [line for line in lines if line.partition(",")[0].isdecimal() and line.endswith("\n")]
 
 
 def _line(row: dict[str, Any], last: int) -> str:

@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from t1lib.errors import choose, require, shown
 from t1lib.files import whole
 from t1lib.heads import HEADS, linear_cross_entropy, next_token_targets, parse_bytes
 from t1lib.memory import grow_segments
 from t1lib.models import MORE, parse_changes, shape_only
+from t1lib.optimizers import masters_for
 from t1lib.text.corpus import load_corpus, save_tokenizer
 from t1lib.text.texts import LIBRARY
 from t1lib.train import MODES, PRESETS, OptimizerSpec, Schedule, StepRecord, build_model, make_trainer
@@ -90,19 +92,14 @@ class LanguageSession:
         }  # fmt: skip
 
     def export(self, folder: Path) -> Path:
-        """Write weights, configuration and tokenizer as `from_pretrained` reads them; all ranks must call it. Raises
-        `T1Error`, and leaves no folder, if it cannot be written."""
-        ranks, weights = self.trainer.ranks, {}
+        """Write weights, configuration and tokenizer as `from_pretrained` reads them. Raises `T1Error`, and leaves no
+        folder, if it cannot be written."""
+        weights: dict[str, Tensor] = {}
         for names in self.trainer.state_parts().values():
-            found = self.trainer.state_of(names)["model"]
-            weights |= found if ranks.rank == 0 else {}
-
-        def write() -> None:
-            with whole(folder) as partial:
-                self.trainer.model.save_pretrained(partial, state_dict=weights)
-                save_tokenizer(self.corpus.tokenizer, partial)
-
-        ranks.first(write)
+            weights |= self.trainer.state_of(names)["model"]
+        with whole(folder) as partial:
+            self.trainer.model.save_pretrained(partial, state_dict=weights)
+            save_tokenizer(self.corpus.tokenizer, partial)
         return folder
 
 
@@ -128,8 +125,8 @@ def session_of(options: dict[str, Any]) -> dict[str, Any]:
         parse_bytes(size)
     plain = not options["change"] and not options["vocabulary"]
     require(preset or plain, "--change and --vocabulary are of presets: a checkpoint has its own shape and tokenizer")
-    spec = {name: options[name] for name in ("lr", "weight_decay", "moments", "split_master")}
-    spec |= {"name": options["optimizer"], "betas": (0.9, 0.95), "master_weights": dtype != "float32"}
+    spec = {name: options[name] for name in ("lr", "weight_decay", "moments")} | {"name": options["optimizer"]}
+    spec |= {"betas": (0.9, 0.95), "master_weights": masters_for(dtype, options["split_master"])}
     schedule = {"name": options["schedule"], "warmup": options["warmup"], "total": options["steps"]}
     same = "model", "vocabulary", "data", "limit", "device", "seq", "batch", "micro_batch", "seed", "head"
     found = {name: options[name] for name in ("mode", "dtype", *same)} | {"optimizer": spec, "schedule": schedule}

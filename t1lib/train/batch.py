@@ -1,13 +1,12 @@
 """A batch of token ids: checked against the model, and split into micro-batches."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from t1lib.errors import T1Error, require
+from t1lib.errors import require, shown
 from t1lib.heads import next_token_targets
 from t1lib.train.ranks import Ranks
 
@@ -26,31 +25,24 @@ class Piece:
 
 def check(batch: dict[str, Tensor], vocabulary: int, positions: int) -> tuple[Tensor, Tensor]:
     """(input_ids, targets) of a batch, (B, S) each. Raises `T1Error` if the batch does not fit the model."""
-    known = isinstance(batch, Mapping)
-    require(known, f"a batch of type {type(batch).__name__}; allowed: {{'input_ids': (B, S), 'labels': (B, S)}}")
     unknown = ", ".join(map(repr, batch.keys() - {"input_ids", "labels"}))
     require(not unknown, f"a batch has {unknown}; allowed: input_ids, and labels with -100 where no token counts")
     ids = batch.get("input_ids")
-    found = tuple(ids.shape) if isinstance(ids, Tensor) else ids
-    whole = isinstance(ids, Tensor) and ids.dim() == 2 and ids.numel() > 0
-    require(whole, f"a batch needs `input_ids` of shape (batch, sequence), with tokens; found {found}")
-    require(ids.shape[1] <= positions, f"sequence of {ids.shape[1]} tokens; the model has {positions} positions")
-    _check_tokens("input_ids", ids, vocabulary, "the model's vocabulary")
-    labels = batch.get("labels", ids)
-    _check_tokens("labels", labels, vocabulary, "or -100 for a token to ignore", ignored=-100)
-    require(labels.shape == ids.shape, f"labels {tuple(labels.shape)} do not match input_ids {tuple(ids.shape)}")
-    targets = next_token_targets(labels.long())
+    shape, found = getattr(ids, "shape", None), []
+    for name, given in {"input_ids": ids, "labels": batch.get("labels", ids)}.items():
+        tensor = isinstance(given, Tensor)
+        of = f"{given.dtype} of shape {tuple(given.shape)}" if tensor else shown(given)
+        fits = tensor and given.dtype in INTEGERS and given.dim() == 2 and given.numel() > 0 and given.shape == shape
+        require(fits, f"{name}: {of}; allowed: integers of shape (batch, sequence), with tokens, for labels the same")
+        tokens = given.long()
+        odd = tokens[((tokens < 0) | (tokens >= vocabulary)) & ((tokens != -100) | (name == "input_ids"))]
+        held = f"{name} hold {odd[:1].tolist()}"
+        require(odd.numel() == 0, f"{held}; allowed: 0 to {vocabulary - 1}, or -100 for a label to ignore")
+        found.append(tokens)
+    require(shape[1] <= positions, f"sequence of {shape[1]} tokens; the model has {positions} positions")
+    targets = next_token_targets(found[1])
     require(bool((targets != -100).any()), "no label counts: all that a token is to predict are -100")
-    return ids.long(), targets
-
-
-def _check_tokens(name: str, tokens: Tensor, vocabulary: int, of: str, ignored: int | None = None) -> None:
-    kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-    require(kind in INTEGERS, f"{name} of {kind}; allowed: a tensor of integers")
-    tokens = tokens.long()
-    odd = tokens[((tokens < 0) | (tokens >= vocabulary)) & (tokens != ignored)]
-    if odd.numel():
-        raise T1Error(f"{name} hold {int(odd[0])}; allowed: 0 to {vocabulary - 1}, {of}")
+    return found[0], targets
 
 
 def pieces_of(ids: Tensor, targets: Tensor, rows: int | None, device: torch.device, ranks: Ranks) -> list[Piece]:

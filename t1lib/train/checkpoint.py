@@ -8,7 +8,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -18,84 +18,48 @@ from typing import Any, BinaryIO
 import torch
 
 from t1lib.errors import T1Error, reason, require
-from t1lib.files import read_signed, remove, signed, sync, writing
+from t1lib.files import read_signed, remove, signed, sync, whole
 from t1lib.train.loop import Trainer
 
-META, PARTIAL = "checkpoint.json", ".checkpoint.json.partial"
+META = "checkpoint.json"
 KINDS = ("model", "optimizer")
-READERS = 8  # threads that read files to verify them
+READERS = 8  # threads that read files for their checksums
 
 
 def save_checkpoint(trainer: Trainer, folder: str | Path) -> Path:
     """Write the trainer's state to `folder`, in place of the checkpoint there; returns the path of the files' folder.
 
     One layer is copied at a time. If the call is interrupted or the disk is full, the checkpoint before is still whole.
-    Several processes must all call it, with a folder that all of them see; they gather one layer for each rank, then
-    all write theirs, and so on. Raises `T1Error`, on all of them, if the checkpoint cannot be written.
+    Raises `T1Error` if the checkpoint cannot be written, and if several processes train the model.
     """
-    folder, ranks = Path(folder), trainer.ranks
-    path = ranks.first(partial(_begin, folder, trainer.steps))
-    parts, sums = list(trainer.state_parts().items()), {}
-    try:
-        with ThreadPoolExecutor(1) as pool:  # a file is hashed while the next one is written
-            for at in range(0, len(parts), ranks.size):
-                states = {}
-                for turn, (part, names) in enumerate(parts[at : at + ranks.size]):
-                    state = trainer.state_of(names)  # gathered by all
-                    if turn == ranks.rank:
-                        states[f"{part}.pt"] = state
-                ranks.share(partial(_add, path, states))
-                sums |= {name: pool.submit(_digest, path / name) for name in states}
-        every = ranks.share(lambda: {name: digest.result() for name, digest in sums.items()})
-        files = {name: digest for own in every for name, digest in own.items()}
-        ranks.first(partial(_end, path, {"step": trainer.steps, "folder": path.name, "files": files}))
-    except BaseException:
-        if ranks.rank == 0:
-            _sweep(folder)
-        raise
+    trainer.require_one_process()
+    folder, files = Path(folder), []
+    path = folder / f"step-{trainer.steps:08d}"
+    taken = path.name  # by the checkpoint there, if there is one that cannot be read
+    with suppress(T1Error):
+        taken = read_signed(folder / META)["folder"] if has_checkpoint(folder) else ""
+    if path.name == taken:
+        path = path.with_name(f"{taken}-again")
+    with whole(path) as partial_path:
+        sync(folder.parent)
+        partial_path.mkdir()
+        for part, names in trainer.state_parts().items():
+            files.append(f"{part}.pt")
+            _write(partial_path / files[-1], partial(torch.save, trainer.state_of(names)))
+        sync(partial_path)
+    sync(folder)
+    facts = {"step": trainer.steps, "folder": path.name, "files": _checksums(path, files)}
+    with whole(folder / META) as partial_path:
+        _write(partial_path, lambda file: file.write(signed(facts)))
+    sync(folder)
+    for other in folder.glob(f"*step-{'[0-9]' * 8}*"):  # the checkpoint before, and what killed processes left
+        if other != path:
+            remove(other)
     return path
 
 
 def has_checkpoint(folder: Path) -> bool:
     return (folder / META).is_file()
-
-
-def _begin(folder: Path, step: int) -> Path:
-    path = folder / f"step-{step:08d}"
-    with writing(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        sync(folder.parent)
-        _sweep(folder)  # what killed processes left
-        if path.exists():
-            path = path.with_name(f"{path.name}-again")
-        remove(path)
-        path.mkdir()
-    return path
-
-
-def _add(path: Path, states: dict[str, Any]) -> None:
-    with writing(path):
-        for name, state in states.items():
-            _write(path / name, partial(torch.save, state))
-
-
-def _end(path: Path, facts: dict[str, Any]) -> None:
-    folder = path.parent
-    with writing(path):
-        sync(path)
-        _write(folder / PARTIAL, lambda file: file.write(signed(facts)))
-        os.replace(folder / PARTIAL, folder / META)
-        sync(folder)
-        _sweep(folder)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what is no part of the checkpoint in `folder`; nothing, if it cannot be read."""
-    with suppress(T1Error):
-        used = read_signed(folder / META)["folder"] if has_checkpoint(folder) else ""
-        for path in (*folder.glob(f"step-{'[0-9]' * 8}*"), folder / PARTIAL):
-            if path.name != used:
-                remove(path)
 
 
 def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -105,39 +69,35 @@ def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
         os.fsync(file.fileno())
 
 
-def _digest(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise T1Error(f"cannot read {path}: {error.strerror or error}") from None
+def _checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The SHA-256 of each of these files."""
+
+    def checksum(name: str) -> tuple[str, str]:
+        try:
+            with (folder / name).open("rb") as file:
+                return name, hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise T1Error(f"cannot read {folder / name}: {error.strerror or error}") from None
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return dict(pool.map(checksum, names))
 
 
 def load_checkpoint(trainer: Trainer, folder: str | Path) -> int:
     """Load the checkpoint in `folder`, and return its step.
 
-    All files are compared with their checksums first; of several processes, each verifies some of them. Raises
-    `T1Error`, on all ranks and before anything is changed, if there is no checkpoint, or it is damaged or of another
-    model.
+    All files are compared with their checksums first. Raises `T1Error`, before anything is changed, if there is no
+    checkpoint, if it is damaged or of another model, and if several processes train the model.
     """
-    folder, state = Path(folder), {}
-
-    def verify_and_open() -> str:
-        require(has_checkpoint(folder), f"no checkpoint in {folder}: no {META}")
-        meta = read_signed(folder / META)
-        path, sums = folder / meta["folder"], meta["files"]
-        own = list(sums)[trainer.ranks.rank :: trainer.ranks.size]
-        with ThreadPoolExecutor(READERS) as pool:
-            for name, digest in zip(own, pool.map(lambda name: _digest(path / name), own), strict=True):
-                require(digest == sums[name], f"{path / name} is damaged: its checksum is not the one written")
-        parts = [_read(path / name) for name in sums]
-        state.update({kind: {n: v for part in parts for n, v in part[kind].items()} for kind in KINDS})
-        state["step"] = meta["step"]
-        return repr(meta)
-
-    same = len(set(trainer.ranks.share(verify_and_open))) == 1
-    require(same, f"ranks find different checkpoints in {folder}")
-    trainer.load_state_dict(state)
+    folder = Path(folder)
+    require(has_checkpoint(folder), f"no checkpoint in {folder}: no {META}")
+    meta = read_signed(folder / META)
+    path = folder / meta["folder"]
+    for name, found in _checksums(path, meta["files"]).items():
+        require(found == meta["files"][name], f"{path / name} is damaged: its checksum is not the one written")
+    parts = [_read(path / name) for name in meta["files"]]
+    state = {kind: {n: v for part in parts for n, v in part[kind].items()} for kind in KINDS}
+    trainer.load_state_dict(state | {"step": meta["step"]})
     return trainer.steps
 
 

@@ -29,18 +29,18 @@ ALIKE = ("loss", "micro_batch", "max_grad_norm", "head", "head_options", "spec")
 
 class FsdpTrainer(Trainer):
     """FSDP2 over all processes of `torch.distributed`'s group. If there is none, it is created: of the processes that
-    torchrun started, else of this one alone. Arguments beyond `Trainer`'s:
+    torchrun started, else of this one alone; it stays when the trainer is closed. Arguments beyond `Trainer`'s:
 
     offload   keep parameters, gradients and optimizer state on the host (else on the device)
 
     Arguments and model must be the same on every rank, and so must the whole batch that is passed to `step` and
     `evaluate`, of which each rank takes its rows in order. The loss is the mean over all tokens that count, whichever
-    rank has them. In several processes 16-bit gradients are summed in float32. Without offload they are reduced only
-    after the last micro-batch; until then each device holds them unsharded.
+    rank has them. In several processes 16-bit gradients are summed in float32, and there is no `state_dict`. Without
+    offload they are reduced only after the last micro-batch; until then each device holds them unsharded.
     """
 
     def __init__(self, model: PreTrainedModel, mode: str = "fsdp", *, offload: bool = True, **common: Any) -> None:
-        self._offload, self._own_group = offload, False
+        self._offload = offload
         if str(common.get("device")) != "cpu" and not dist.is_initialized():  # else a device has been chosen
             take_gpu()
         super().__init__(model, mode, **common)
@@ -64,9 +64,8 @@ class FsdpTrainer(Trainer):
 
     def _meet(self) -> None:
         """Join the process group, creating it if there is none, and check that all ranks have the same model."""
-        self._own_group = not dist.is_initialized()
-        if self._own_group:
-            join(self.device.type == "cuda")
+        if not dist.is_initialized():
+            join()
         require_backend(dist.group.WORLD, self.device.type)
         self.ranks = Ranks(dist.get_rank(), dist.get_world_size())
         if not self.ranks.alone:
@@ -81,32 +80,11 @@ class FsdpTrainer(Trainer):
     def _weight(self, name: str) -> Tensor:
         return _local(self.model.get_parameter(name).data)
 
-    def _whole(self, name: str, part: Tensor) -> Tensor:
-        if self.ranks.alone or part.dim() == 0:
-            return super()._whole(name, part)
-        param = self.model.get_parameter(name)
-        like = {"shape": param.shape, "stride": param.stride(), "run_check": False}
-        sharded = DTensor.from_local(part.to(self.device), param.device_mesh, param.placements, **like)
-        return sharded.full_tensor().cpu()
-
-    def _part(self, whole: Tensor) -> Tensor:
-        if self.ranks.alone or whole.dim() == 0:
-            return whole
-        parts = whole.chunk(self.ranks.size)  # fewer than ranks if there are too few rows
-        return parts[self.ranks.rank] if self.ranks.rank < len(parts) else whole[:0]
-
     def _checked(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        if self.ranks.alone:
-            return super()._checked(batch)
-        found = []
-
-        def look() -> str:
-            found.extend(super(FsdpTrainer, self)._checked(batch))
-            return digest_of(dict(zip(("input_ids", "labels"), found, strict=True)))
-
-        same = len(set(self.ranks.share(look))) == 1
-        require(same, "the ranks' batches differ; pass the whole batch on every rank: each takes its own rows")
-        return found[0], found[1]
+        ids, targets = super()._checked(batch)
+        if not self.ranks.alone:  # each takes its own rows
+            self.ranks.agree({"the whole batch": digest_of({"input_ids": ids, "labels": targets})})
+        return ids, targets
 
     def _piece_loss(self, piece: Piece, timer: PhaseTimer) -> Tensor:
         return self.model(piece, timer)
@@ -131,9 +109,6 @@ class FsdpTrainer(Trainer):
     def close(self) -> None:
         self.model.__dict__.pop("forward", None)
         super().close()
-        if self._own_group:
-            dist.destroy_process_group()
-            self._own_group = False
 
 
 def _local(tensor: Tensor) -> Tensor:

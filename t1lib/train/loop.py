@@ -87,7 +87,7 @@ class Trainer:
             choose("option of the head", option, HEAD_OPTIONS)
         self.spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
         if not any(param.dtype.itemsize == 2 for param in model.parameters()):  # only those have masters
-            self.spec = replace(self.spec, master_weights=False, split_master=False, moments="float32")
+            self.spec = replace(self.spec, master_weights=None, moments="float32")
         self.steps, self.closed = 0, False
         self.trace: Trace | NoTrace = NoTrace()  # assign a `Trace` to record the spans of the next step's work
         self._own = {n: p for n, p in model.named_parameters() if p.requires_grad}  # what is trained, by name
@@ -113,7 +113,7 @@ class Trainer:
 
     def _resident_optimizer(self, on_host: bool = False) -> torch.optim.Optimizer:
         """PyTorch's own; the kit's if there are masters, or for parameters on the host beside a GPU."""
-        kit = on_host or self.spec.precision.masters is not None
+        kit = on_host or self.spec.master_weights is not None
         fused, graphed = self.device.type == "cuda" and not kit, self.mode == "gpu-graph"
         plain = make_optimizer(self.spec, self._own.values(), fused, capturable=graphed)
         return ResidentOptimizer(plain, self.spec.precision, self.device) if kit else plain
@@ -235,8 +235,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs to resume, in any mode: weights and optimizer state by parameter name, and the step; as
-        CPU copies. (`t1lib.train.checkpoint` writes the `state_parts` one by one.) If several processes train the
-        model, all of them must call this, and all get the whole state.
+        CPU copies. (`t1lib.train.checkpoint` writes the `state_parts` one by one.) Of one process only.
         """
         return {"step": self.steps, **self.state_of([name for name, _ in self.model.named_parameters()])}
 
@@ -250,46 +249,43 @@ class Trainer:
         return parts
 
     def state_of(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Weights (`model`) and optimizer state (`optimizer`) of parameters; whole copies on every rank."""
+        """Weights (`model`) and optimizer state (`optimizer`) of parameters, as CPU copies."""
+        self.require_one_process()
         self.drain()
         weights, states = {}, {}
         for name in names:
             weight = self._weight(name)
-            weights[name] = self._whole(name, weight)
+            weights[name] = weight.to("cpu", copy=True)
             if name in self._own:
                 state, counts = state_in(self.optimizer, self._own[name])
                 found = shown_state(weight, state, counts.get(self._own[name], 0))
-                states[name] = {key: self._whole(name, value) for key, value in found.items()}
+                states[name] = {key: value.to("cpu", copy=True) for key, value in found.items()}
         return {"model": weights, "optimizer": states}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; all ranks must call it. Raises `T1Error`, before any change, if it is of
-        another model or optimizer."""
+        """Restore what `state_dict` returned. Raises `T1Error`, before any change, if it is of another model or
+        optimizer."""
+        self.require_one_process()
         params, rule = dict(self.model.named_parameters()), self.optimizer.param_groups[0]
         trained = {name: self.spec.precision.kinds(param, rule) for name, param in self._own.items()}
-        self.ranks.share(lambda: check_saved(state, params, trained))
+        check_saved(state, params, trained)
         self.drain()
         for name in params:
             weight = self._weight(name)
-            weight.copy_(self._part(state["model"][name]))
+            weight.copy_(state["model"][name])
             if name in self._own:
-                saved = {key: self._part(value) for key, value in state["optimizer"][name].items()}
                 kept, counts = state_in(self.optimizer, self._own[name])
-                counts[self._own[name]] = take_state(weight, kept, saved)
+                counts[self._own[name]] = take_state(weight, kept, state["optimizer"][name])
         self.steps = state["step"]
+
+    def require_one_process(self) -> None:
+        several = f"the state of a model in {self.ranks.size} processes; allowed: one process"
+        require(self.ranks.alone, f"{several}, or `torch.distributed.checkpoint.state_dict` of `trainer.model`")
 
     def _weight(self, name: str) -> Tensor:
         """This process's shard of a parameter, where it lies."""
         return self.model.get_parameter(name).detach()
-
-    def _whole(self, name: str, part: Tensor) -> Tensor:
-        """A whole copy, on the CPU, of a tensor (weights or state) of which each process has the parameter's shard."""
-        return part.to("cpu", copy=True)
-
-    def _part(self, whole: Tensor) -> Tensor:
-        """The shard of a whole tensor that this process holds."""
-        return whole
 
     def device_tensors(self) -> list[Tensor]:
         """Tensors held on the device between steps."""

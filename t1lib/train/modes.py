@@ -43,7 +43,7 @@ class SlideTrainer(Trainer):
             self.head_options = {"workspace": WORKSPACE, **self.head_options}
         _, self.optimizer = stream(
             self.model, make_optimizer(self.spec, self._own.values(), fused=False), micro_batch=self.micro_batch,
-            layers=self.parts.layers, device=self.device, master_weights=self.spec.precision.masters,
+            layers=self.parts.layers, device=self.device, master_weights=self.spec.master_weights,
             moments=self.spec.moments, update_in_backward=self.late, accumulate=False,
             head={"head": self.head, **self.head_options}, **options,
         )  # fmt: skip
@@ -88,8 +88,8 @@ class GraphTrainer(Trainer):
     def _place(self) -> None:
         require(self.device.type == "cuda", f"mode 'gpu-graph' on a {self.device.type}; allowed: a CUDA device")
         require(self.micro_batch is None, f"micro_batch={self.micro_batch} in mode 'gpu-graph'; allowed: None")
-        plain = self.spec.precision.masters is None
-        require(plain, "master_weights=True in mode 'gpu-graph'; allowed: False, or a model in float32")
+        masters = f"master_weights={self.spec.master_weights!r} in mode 'gpu-graph'"
+        require(self.spec.master_weights is None, f"{masters}; allowed: None, or a model in float32")
         super()._place()
         # By shape: the graph, the piece from which it reads, and its results.
         self._graphs: dict[torch.Size, tuple[Any, Piece, tuple[Tensor, Tensor]]] = {}

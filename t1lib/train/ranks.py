@@ -1,25 +1,16 @@
-"""The processes of a run: how they find each other, exchange data and errors, and end together."""
+"""The processes that train a model together: how they find each other, compare facts, and add up."""
 
-import itertools
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
 
 from t1lib.errors import T1Error
 from t1lib.heads.parallel import SAME, difference
-
-EXIT_LOST = 1
-_JOINED = itertools.count()  # groups that this process has entered
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,28 +27,10 @@ class Ranks:
     def alone(self) -> bool:
         return self.size == 1
 
-    def share(self, call: Callable[[], T]) -> list[T]:
-        """What `call` returns on each rank, in rank order. If it raises `T1Error` on one rank, all ranks raise it."""
-        if self.alone:
-            return [call()]
-        try:
-            mine: Any = call()
-        except T1Error as error:
-            mine = error
-        every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, mine)
-        for rank, found in enumerate(every):
-            if isinstance(found, T1Error):
-                raise T1Error(f"rank {rank}: {found}" if rank else str(found))
-        return every
-
-    def first(self, call: Callable[[], T]) -> T:
-        """What `call` returns on rank 0, the only one that calls it; or its `T1Error`."""
-        return self.share(lambda: call() if self.rank == 0 else None)[0]
-
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise `T1Error` on every rank unless all have the same facts."""
-        every = self.share(lambda: facts)
+        every: list[dict[str, Any]] = [{}] * self.size
+        dist.all_gather_object(every, facts)
         if len(set(map(repr, every))) > 1:
             raise T1Error(f"{difference(every)}; {SAME}")
 
@@ -86,53 +59,16 @@ def take_gpu() -> None:
         torch.cuda.set_device(number)
 
 
-def join(cuda: bool) -> Store:
-    """Create the process group of what torchrun started, or one of this process alone; for tensors on GPUs with `cuda`,
-    and for metadata in host memory in any case. Returns its store. Raises `T1Error` if the launcher's variables are
-    incomplete."""
-    size, rank = launched(), 0
+def join() -> None:
+    """Create the process group of what torchrun started, or one of this process alone, for as long as the process runs:
+    for tensors on GPUs if there are any, and for metadata in host memory in any case. Raises `T1Error` if the
+    launcher's variables are incomplete."""
+    size = launched()
     on_one_host = size in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if on_one_host else ():
         os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")  # the host's name may not resolve
-    if size == 1:  # a file instead of the network, which the store removes
-        with tempfile.NamedTemporaryFile(delete=False) as file:
-            store: Store = dist.FileStore(file.name, 1)
-    else:
-        try:
-            store, rank, size = next(dist.rendezvous("env://"))
-            store = dist.PrefixStore(f"t1/{next(_JOINED)}", store)  # an earlier group left its keys
-        except ValueError as error:
-            raise T1Error(f"WORLD_SIZE is {size}, but its processes cannot find each other: {error}") from None
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size)
-    return store
-
-
-@contextmanager
-def together() -> Iterator[Ranks]:
-    """The processes that torchrun started, or this one alone, for a command. Only rank 0 prints. The first rank that
-    fails shows its error; the others, which then fail because it is missing, exit silently. At the end all ranks wait
-    for each other: a launcher ends all when one has exited with an error."""
-    if launched() == 1:
-        yield ALONE
-        return
-    store = join(torch.cuda.is_available())
-    take_gpu()
-    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
     try:
-        if ranks.rank == 0:
-            yield ranks
-        else:
-            with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-                yield ranks
-        ranks.share(lambda: None)  # all have come here
-    except Exception as error:
-        first = False
-        with suppress(RuntimeError):  # the store is gone, with the process that held it
-            first = store.add("t1/failed", 1) == 1
-        if not first:
-            sys.exit(EXIT_LOST)
-        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):  # no error of its own: it was killed
-            print(f"error: a process of the run was lost: {str(error).splitlines()[0]}", file=sys.stderr)
-            sys.exit(EXIT_LOST)
-        raise
-    dist.destroy_process_group()
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", **alone)
+    except ValueError as error:
+        raise T1Error(f"WORLD_SIZE is {size}, but its processes cannot find each other: {error}") from None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from t1lib.errors import require, shown
+from t1lib.errors import T1Error, reason, require, shown
 from t1lib.optimizers import OptimizerSpec, Precision, Rule
 from t1lib.train.update import State, check_state, follow, new_state, step_tensor, update
 
@@ -95,21 +95,20 @@ def state_in(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> tuple[Sta
 def check_saved(state: Mapping[str, Any], params: dict[str, Tensor], trained: dict[str, Collection[str]]) -> None:
     """Raise `T1Error` unless it has the step, weights like `params` by name, and of the `trained` ones the optimizer's
     tensors by key. Floats of any width fit one another, other types only themselves."""
-    lacking = sorted({"step", "model", "optimizer"} - set(state))
-    require(not lacking, f"the state lacks {', '.join(lacking)}; allowed: what `state_dict` returned")
-    weights, states = state["model"], state["optimizer"]
-    whole = isinstance(weights, dict) and isinstance(states, dict) and all(isinstance(s, dict) for s in states.values())
-    require(whole, "the state is not weights by name, and tensors of the optimizer by parameter and key")
-    odd = sorted(map(str, weights.keys() ^ params.keys()))
-    require(not odd, f"the checkpoint is of another model: only one of them has {odd[:1]}")
-    for name, param in params.items():
-        saved = weights[name]
-        tensor = isinstance(saved, Tensor)
-        found = f"{saved.dtype} of shape {tuple(saved.shape)}" if tensor else shown(saved)
-        alike = tensor and (saved.dtype == param.dtype or (saved.is_floating_point() and param.is_floating_point()))
-        own = f"{param.dtype} of shape {tuple(param.shape)}, the model's"
-        require(alike and saved.shape == param.shape, f"the checkpoint's {name!r} is {found}; allowed: {own}")
-    for name, keys in trained.items():
-        there = name in states and bool(states[name] or not keys)
-        require(there, f"the checkpoint has no optimizer state for {name!r}")
-        check_state(params[name], keys, states[name], repr(name))
+    try:
+        weights, states, _ = (state[key] for key in ("model", "optimizer", "step"))
+        found, own = ({name: _form(tensor) for name, tensor in each.items()} for each in (weights, params))
+        odd = next((name for name in own | found if own.get(name) != found.get(name)), None)
+        there = f"{shown(odd)} is {found.get(odd, 'missing')}; allowed: {own.get(odd, 'none of that name')}"
+        require(odd is None, f"the checkpoint is of another model: {there}")
+        for name, keys in trained.items():
+            there = name in states and bool(states[name] or not keys)
+            require(there, f"the checkpoint has no optimizer state for {name!r}")
+            check_state(params[name], keys, states[name], repr(name))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise T1Error(f"the state is not what `state_dict` returned: {type(error).__name__}, {reason(error)}") from None
+
+
+def _form(tensor: Tensor) -> str:
+    kind = "floats" if tensor.is_floating_point() else tensor.dtype
+    return f"{kind} of shape {tuple(tensor.shape)}"

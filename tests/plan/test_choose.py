@@ -27,7 +27,7 @@ FEW = dataclasses.replace(WORK, tokens=256, micro_tokens=256, head_tokens=256, g
 SPLIT = dataclasses.replace(WORK, masters=False, state=10)
 LORA = dataclasses.replace(WORK, frozen=28, outer=0, still=311_000_000, aside=2**27)
 ADAMW = OptimizerSpec("adamw", lr=1e-2)
-MASTERS = OptimizerSpec("adamw", master_weights=True)
+MASTERS = OptimizerSpec("adamw")
 
 
 @pytest.mark.parametrize("work", [WORK, TOGETHER, FEW, SPLIT, LORA, dataclasses.replace(TOGETHER, frozen=10)])

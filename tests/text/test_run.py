@@ -20,7 +20,6 @@ from t1lib import signals
 from t1lib.__main__ import main
 from t1lib.errors import T1Error
 from t1lib.files import locked, read_signed, write_signed
-from t1lib.text import run
 from t1lib.text.corpus import load_corpus
 from t1lib.text.run import TrainRun
 from t1lib.text.session import LanguageSession
@@ -32,15 +31,6 @@ SHAPE = ["--change", "num_hidden_layers", "1", "--change", "hidden_size", "16", 
 SMALL = ["train", "--model", "tiny", *SHAPE, "--data", str(TEXT), "--vocabulary", "300", "--seq", "16", "--batch", "4",
          "--device", "cpu", "--head", "chunked", "--eval-rows", "8"]  # fmt: skip
 AGAIN = ["train", "--resume"]
-DRAW = run._draw
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-    """Plots take longer than these runs; one test draws one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "_draw", lambda frame, path: path.write_text("a plot"))
-        yield
 
 
 def train(folder, *more):
@@ -103,8 +93,7 @@ def a_run(two_steps, tmp_path):
     return Path(shutil.copytree(two_steps, tmp_path / "a"))
 
 
-def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, command, monkeypatch):
-    monkeypatch.setattr(run, "_draw", DRAW)
+def test_it_leaves_metrics_and_a_checkpoint(tmp_path, command):
     more = ["--steps", "12", "--eval-every", "5", "--report-every", "4", "--lr", "1e-2", "--dtype", "bfloat16"]
     assert "step  4/12  loss" in command(*SMALL, "--out", tmp_path / "a", *more)
     rows = metrics(tmp_path / "a")
@@ -113,8 +102,7 @@ def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, command, monkeypatc
     assert list(held_out) == [5, 10, 12] and held_out[12] < held_out[5]
     assert all(float(row["tokens_per_s"]) > 0 and float(row["host_gib"]) > 0 for row in rows)
     assert float(rows[0]["lr"]) > float(rows[-1]["lr"]) > 0
-    assert (tmp_path / "a" / "metrics.png").read_bytes().startswith(b"\x89PNG")
-    assert names(tmp_path / "a") == [".lock", "checkpoints", "metrics.csv", "metrics.png", "run.json"]
+    assert names(tmp_path / "a") == [".lock", "checkpoints", "metrics.csv", "run.json"]
     assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000012"]
     part = torch.load(tmp_path / "a" / "checkpoints" / "step-00000012" / "rest.pt", weights_only=True)
     assert all(own["master"].dtype == own["exp_avg"].dtype == torch.float32 for own in part["optimizer"].values())
@@ -251,22 +239,19 @@ def test_a_checkpoint_or_metrics_that_cannot_be_written_are_no_dead_end(tmp_path
     assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000001"]
 
 
-def test_a_plot_a_model_or_settings_that_cannot_be_written_leave_what_was(a_run, monkeypatch, refused):
-    """And damaged rows of metrics are dropped."""
+def test_a_model_or_settings_that_cannot_be_written_leave_what_was(a_run, refused):
+    """And rows of metrics that are none are dropped."""
     rows = (a_run / "metrics.csv").read_bytes()
-    for damage in (b",,\n", b"2,1.0,2", b"\xff\xfe\n", b"2,x" + b",1" * 8 + b"\n"):
+    for damage in (b",,\n", b"2,1.0,2", b"\xff\xfe\n", b"\n"):
         (a_run / "metrics.csv").write_bytes(rows + damage)
         assert main([*AGAIN, "--out", str(a_run)]) == 0
         assert (a_run / "metrics.csv").read_bytes() == rows
     before = content(a_run)
-    monkeypatch.setattr(run, "_draw", lambda frame, path: path.write_bytes(bytes(9999)))
-    for name, size, more in (("metrics.png", 8000, []), ("model", 8000, ["--export"]), ("run.json", 500, [])):
+    for name, size, more in (("model", 8000, ["--export"]), ("run.json", 500, [])):
         with largest_file(size):
             said = refused(f"error: cannot write {a_run / name}: ", a_run, *more, command=AGAIN)
         assert "File too large" in said
         assert content(a_run) == before
-    (a_run / "metrics.csv").unlink()
-    refused("metrics.csv has no step to plot", a_run, command=AGAIN)
 
 
 def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
@@ -295,7 +280,7 @@ def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
         (["--device", "tpu"], "--device 'tpu'; allowed here: "),
         (["--data", ""], "--data ''; allowed: leave it out"),
         (["--out", "a\udcff"], "--out 'a\\udcff' holds characters"),
-        (["--data", "x" * 256], "--data 'xxx"),
+        (["--data", "x" * 256], "no corpus at '"),
         (["--gpu-memory", "1GiB"], "--gpu-memory is of mode slide, the mode is gpu"),
         (["--seed", "99999999999999"], "--seed 99999999999999; allowed: less than 2^32"),
         (["--seq", "4096"], "seq 4096; the model has 2048 positions"),
@@ -308,13 +293,19 @@ def test_bad_input_is_one_error_and_nothing_is_left(tmp_path, monkeypatch, refus
     assert not list(tmp_path.iterdir())
 
 
+def test_it_trains_in_one_process(tmp_path, monkeypatch, refused):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does
+    refused("the command trains in one process, and there are 2", tmp_path / "a", "--mode", "fsdp")
+    assert not list(tmp_path.iterdir())
+
+
 def test_folders_for_a_run(tmp_path, refused):
-    """One with texts of its data is refused, or with what an export would replace, and a file is named; but a start
-    that failed takes none."""
+    """One within its data is refused, or with what an export would replace, and a file is named; but a start that
+    failed takes none."""
     (tmp_path / "file").write_text("")
     shutil.copy(TEXT, tmp_path / "a.txt")
-    for out, data in ((tmp_path, tmp_path), (f"{tmp_path}/../{tmp_path.name}", tmp_path), (tmp_path, tmp_path.parent)):
-        refused("holds files of --data", out, "--steps", "1", "--data", str(data))
+    for out in (tmp_path, f"{tmp_path}/../{tmp_path.name}/deep/a"):
+        refused("is in the folder of --data", out, "--steps", "1", "--data", str(tmp_path))
     (tmp_path / "own" / "model").mkdir(parents=True)
     refused("own/model is there already", tmp_path / "own", "--steps", "1")
     shutil.rmtree(tmp_path / "own")

@@ -93,8 +93,9 @@ def test_a_checkpoint_that_cannot_be_read_is_replaced_but_not_removed(tmp_path, 
 
 def test_the_last_is_the_one_that_was_saved_last(tmp_path, trained):
     """Not that of the highest step: a run may go on from an earlier one. What killed processes left is removed."""
-    (tmp_path / "step-00000099").mkdir()
-    for name in ("step-00000099/rest.pt", f".{META}.partial", "step-by-step.txt"):
+    for folder in ("step-00000099", ".step-00000099.partial"):
+        (tmp_path / folder).mkdir()
+    for name in ("step-00000099/rest.pt", ".checkpoint.partial.json", "step-by-step.txt"):
         (tmp_path / name).write_text("half")
     for trained.steps in (1, 4, 2, 2, 2):
         path = save_checkpoint(trained, tmp_path)
@@ -155,4 +156,5 @@ def test_the_names_of_a_checkpoint_reach_the_disk(tmp_path, trained, monkeypatch
     trained.steps += 1
     new = save_checkpoint(trained, tmp_path).name
     order = [event for event in events if event[0] != "gone" or event[1] == old]
-    assert order[-4:] == [("sync", new), ("named", META), ("sync", tmp_path.name), ("gone", old)]
+    around = ("sync", tmp_path.name)
+    assert order[-6:] == [("sync", f".{new}.partial"), ("named", new), around, ("named", META), around, ("gone", old)]

@@ -18,8 +18,8 @@ from t1lib.train.fsdp import FsdpTrainer
 from t1lib.train.schedule import Schedule
 
 ADAMW, SGD, MOMENTUM = (OPTIMIZERS[name] for name in ("adamw", "sgd", "momentum"))
-MASTERS = OptimizerSpec("adamw", lr=1e-2, master_weights=True)
-SPLIT = OptimizerSpec("adamw", lr=1e-2, master_weights=True, split_master=True)
+MASTERS = OptimizerSpec("adamw", lr=1e-2)
+SPLIT = OptimizerSpec("adamw", lr=1e-2, master_weights="split")
 ON_CPU = [mode for mode in MODES if mode != "gpu-graph"]
 OTHERS = [mode for mode in ON_CPU if mode != "gpu"]
 
@@ -114,8 +114,9 @@ WAYS += [("fsdp", "fsdp", SPLIT), ("fsdp", "slide", MASTERS)]
 @pytest.mark.parametrize("first, second, spec", WAYS, ids=str)
 def test_a_run_goes_on_in_another_mode(first, second, spec):
     """With whole masters, also in the layout that splits them: bits are equal before it rounds."""
-    data, clipped = ragged(4), {} if spec.master_weights else CLIPPED
-    build = partial(model, dtype=torch.bfloat16 if spec.master_weights else torch.float32)
+    narrow = spec in (MASTERS, SPLIT)
+    data, clipped = ragged(4), {} if narrow else CLIPPED
+    build = partial(model, dtype=torch.bfloat16 if narrow else torch.float32)
     before = {"optimizer": MASTERS if spec is SPLIT else spec, **clipped}
     losses, state = run(make_trainer(build(), "gpu", **before), data)
     begun, saved = run(make_trainer(build(), first, **before), data[:2])
@@ -152,6 +153,13 @@ def test_evaluation_drops_nothing_out(mode):
     loss = make_trainer(model(), "gpu").step(batch).loss
     assert trainer.evaluate(batch) == trainer.evaluate(batch) == pytest.approx(loss, rel=1e-6)
     assert all(module.training for module in trainer.model.modules())
+
+
+def test_what_fsdp_gathered_for_an_evaluation_is_not_used_for_a_state_that_is_loaded():
+    sharded, other, batch = make_trainer(model(), "fsdp"), make_trainer(model(seed=5), "gpu"), ragged(1)[0]
+    sharded.evaluate(batch)
+    sharded.load_state_dict(other.state_dict())
+    assert sharded.evaluate(batch) == other.evaluate(batch)
 
 
 @pytest.mark.parametrize("mode", ON_CPU)

@@ -26,7 +26,8 @@ DEVICE = "cuda"
 HERE = DEVICE if torch.cuda.is_available() else "cpu"
 BATCHES = data(device=HERE)
 GIB = 2**30
-SPECS = [OptimizerSpec("sgd", lr=0.1), OptimizerSpec("adamw", lr=1e-3, master_weights=True)]
+PLAIN = OptimizerSpec("sgd", lr=0.1, master_weights=None)
+SPECS = [PLAIN, OptimizerSpec("adamw", lr=1e-3)]
 PLACES = {
     "streamed": Choice(),
     "two places": Choice(slots=3, resident=1, keep=2, host_share=0.5),
@@ -194,7 +195,7 @@ def test_what_a_graph_refuses():
 
 
 def test_slide_memory_is_flat_and_small():
-    slide = trainer("slide", optimizer="sgd", loss="mean_square")
+    slide = trainer("slide", optimizer=PLAIN, loss="mean_square")
     for _ in range(2):
         slide.step(of_length())
     torch.cuda.empty_cache()
