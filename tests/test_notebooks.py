@@ -124,7 +124,6 @@ def test_two_ranks_find_what_one_finds_and_hold_half_of_the_weight(smoke_run):
     assert all(found["chunked", "head/2", f"error_{name}"] < 1e-6 for name in ("loss", "dE", "dW"))
     weight = [found["chunked", f"head/{n}", "weight_mib"] for n in (1, 2)]
     assert weight == [4099 * 64 * 4 / 2**20, 2050 * 64 * 4 / 2**20]
-    assert found["chunked", "head/2", "collectives"] >= 4
     assert found["fsdp", "step/1", "status"] == "ok"
 
 

@@ -14,7 +14,6 @@ from functools import partial
 from multiprocessing import connection
 from operator import itemgetter
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -161,22 +160,6 @@ class Share(HeadBench):
         found, status, why = super().attempt(variant, action) if self.group is None else (action(), "ok", "")
         return (across(found), ran(self.device), why) if status == "ok" else (found, status, why)
 
-    def collectives(self, case: Case) -> list[partial[Any]]:
-        """The collectives that a head starts on this rank, in order: calls on tensors of their own, for replay without
-        the computation between. The last tensor of each is the input."""
-        calls: list[partial[Any]] = []
-
-        def noted(function: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
-            own = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-            calls.append(partial(function, *own, group=group))  # each is awaited
-            return function(*tensors, group=group, **options)
-
-        # as `t1lib.heads.parallel` names them
-        gather, reduce = partial(noted, sharded.all_gather), partial(noted, dist.all_reduce)
-        with patch.object(sharded, "all_gather", gather), patch.object(dist, "all_reduce", reduce):
-            self.result(case)
-        return calls
-
 
 def measure_head(
     records: Records, device: torch.device, *, phase: str, heads: list[str], workspace: str, error_bound: float,
@@ -211,12 +194,6 @@ def measure_head(
             parts["outside"] = whole - free - torch.cuda.memory_reserved(device)
         records.put(head, phase, {f"{name}_mib": value / MIB for name, value in across(parts).items()})
         runners[head, phase] = partial(bench.times, case)
-        if bench.group is not None:
-            collectives = bench.collectives(case)
-            sent = sum(call.args[-1].nbytes for call in collectives)
-            records.put(head, phase, {"collectives": len(collectives), "exchanged_mib": sent / MIB})
-            alone = {"collectives": lambda calls=collectives: [call() for call in calls]}
-            runners[head, phase, "collectives"] = partial(bench.phases, alone)
     if ran(device) == "ok":
         bench.take_turns(records, runners, iters, warmup)
 
