@@ -7,7 +7,6 @@ from io import StringIO
 from operator import itemgetter
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -122,11 +121,9 @@ class TrainSession:
         ]
 
     def memory(self) -> dict[str, float]:
-        """Memory in GiB: device peaks since `warm_up`, host peaks during set-up and since `warm_up`, pinned memory, and
-        mapped memory that other processes may share."""
-        mapped = getattr(psutil.Process().memory_info(), "shared", 0)  # elsewhere than on Linux it is not told
+        """Memory in GiB: device peaks since `warm_up`, host peaks during set-up and since `warm_up`, pinned memory."""
         found = {"host_setup_gib": self._host_setup_peak / GIB, "host_gib": self._host.read() / GIB}
-        found |= {"pinned_gib": pinned_bytes() / GIB, "mapped_gib": mapped / GIB}
+        found |= {"pinned_gib": pinned_bytes() / GIB}
         if self.device.type != "cuda":
             return found | {"allocated_gib": max(point["allocated_gib"] for point in self.timeline())}
         found["allocated_gib"] = torch.cuda.max_memory_allocated(self.device) / GIB
