@@ -44,7 +44,7 @@ class TrainSession:
     def __init__(
         self, *, model: str, mode: str, dtype: str, batch: int, seq: int, optimizer: dict[str, Any],
         device: str, seed: int = 0, changes: dict[str, Any] | None = None, batches: int = 1, train: str = "all",
-        compile_layers: bool = False, **options: Any,
+        **options: Any,
     ) -> None:  # fmt: skip
         grow_segments()
         self.device, self.seed, self._count = torch.device(device), seed, batches
@@ -55,8 +55,6 @@ class TrainSession:
         if choose("train", train, ("all", "layers")) == "layers":
             built.requires_grad_(False)
             layers.requires_grad_(True)
-        if compile_layers:
-            wrap.compile_layers(layers)
         make = TrainStreamTrainer if mode == "trainstream" else make_trainer
         self.trainer = make(built, mode, device=device, optimizer=spec, **options)
         self.set_point(batch, seq)
