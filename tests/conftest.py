@@ -53,7 +53,7 @@ class Checkout:
         (folder / "executed.ipynb").write_text("{}")
         made_of = {"notebook": fingerprint.notebook(name), "modules": fingerprint.everything()}
         keys = {"experiment": name, "profile": "smoke", "parameters": params.resolve(name, "smoke")}
-        manifest.write(folder, **keys, **manifest.git_state(), made_of=made_of, inputs={}, seconds=1.23)
+        manifest.write(folder, **keys, **manifest.git_state(), made_of=made_of, seconds=1.23)
 
     def params(self, name: str, yaml: str, profile: str = "smoke") -> None:
         path = self.root / "params" / profile / f"{name}.yaml"

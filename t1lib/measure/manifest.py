@@ -124,7 +124,7 @@ def _lasting(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def write(folder: Path, *, parameters: Mapping[str, Any], seconds: float, **about: Any) -> None:
     """Write manifest.json for all of `folder`, of a run that has taken so many seconds. about: `experiment`, `profile`,
-    `made_of`, `inputs`, and `git_state()` as the run began"""
+    `made_of`, and `git_state()` as the run began"""
     content = {**about, "parameters": _lasting(parameters), "environment": environment()}
     started = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds")
     content |= {"started": started, "seconds": round(seconds, 1)}
