@@ -37,8 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     pair = {"nargs": 2, "action": "append", "default": []}
     run.add_argument("-p", dest="parameters", **pair, metavar=("NAME", "VALUE"), help="set a parameter")
 
-    listing = commands.add_parser("list", help="show experiments and the state of their outputs, or all about one")
-    listing.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose parameters to show, too")
+    commands.add_parser("list", help="show experiments and the state of their outputs")
 
     report = commands.add_parser("report", help="redraw from the samples what has changed, and build the reports")
     report.add_argument("--profile", default="auto", help="whose outputs (default: this machine's profile)")

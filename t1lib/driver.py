@@ -155,18 +155,13 @@ def _state(experiment: str, profile: str) -> str:
     return f"stale    {why}; {_measured(content)}" if why else f"done     {_measured(content)}"
 
 
-def list_command(arguments: argparse.Namespace) -> int:
+def list_command(_: argparse.Namespace) -> int:
     """Print experiments and the state of their outputs; returns 0."""
-    named = [choose("experiment", name, params.experiments()) for name in arguments.experiments]
     print(f"profiles: {', '.join(params.profiles())} (auto here: {manifest.default_profile()})")
-    for experiment in named or params.experiments():
+    for experiment in params.experiments():
         print(f"\n{experiment}  {params.about(experiment).get('title', '')}".rstrip())
         for profile in params.profiles():
             print(f"  {profile:<8} {_state(experiment, profile)}")
-        for name, parameter in params.declared(experiment).items() if named else ():
-            print(f"    -p {name} {parameter.type} = {parameter.default!r}  {parameter.help}".rstrip())
-    if not named:
-        print("\nparameters of one: python -m t1lib list EXPERIMENT")
     return 0
 
 
