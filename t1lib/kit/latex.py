@@ -22,13 +22,10 @@ from t1lib.measure.records import Numbers, escape_latex
 REPORTS = ("t1m1", "t1m3")
 BOTH = ("convergence", "frontier")  # experiments that both reports quote if their runs are finished
 
-_PACKAGES = "Debian/Ubuntu: apt-get install texlive-latex-recommended lmodern"
-_MISSING_TEX = f"""the PDF files need TeX, and {{missing}} was not found here; all else is in {{folder}} already.
-{_PACKAGES}; macOS: brew install --cask mactex-no-gui; Windows: winget install MiKTeX.MiKTeX"""
+_TEX = "Debian's packages texlive-latex-recommended and lmodern, MacTeX or MiKTeX"
 # With -file-line-error, errors begin with "./t1m1.tex:12: "; errors outside any file begin with "! ".
 _ERROR = re.compile(r"^(?:(?:\./)?[^\s:]+\.\w+:\d+: |! ).+", re.M)
 _UNDEFINED = re.compile(r"^LaTeX Warning: (?:Citation|Reference) .+ undefined.*", re.M)  # would print "??"
-_NO_PACKAGE = re.compile(r"LaTeX Error: File `(.+\.(?:sty|cls))' not found")
 
 
 def build(profile: str) -> list[Path]:
@@ -40,7 +37,8 @@ def build(profile: str) -> list[Path]:
     command = f"python -m t1lib run {' '.join(REPORTS)} --profile {profile}"
     require(bool(finished), f"no finished run to report on in {shown}; make one: {command}")
     if missing := [tool for tool in ("pdflatex", "bibtex") if shutil.which(tool) is None]:
-        raise UnavailableError(_MISSING_TEX.format(missing=" and ".join(missing), folder=shown))
+        told = f"{' and '.join(missing)} was not found, and the PDF files need TeX, such as {_TEX}"
+        raise UnavailableError(f"{told};\nall else is in {shown} already")
     return [_build_one(folder) for folder in finished]
 
 
@@ -116,9 +114,6 @@ def _compile(folder: Path, report: str, started: str) -> None:
         log = done.stdout.decode(errors="replace")
         if done.returncode:
             break
-    if package := _NO_PACKAGE.search(log):
-        how = f"{_PACKAGES}; else install it with tlmgr or MiKTeX"
-        raise UnavailableError(f"this TeX lacks {package[1]}, which the reports need;\n{how}")
     found = _ERROR.search(log) if done.returncode else _UNDEFINED.search(log)
     if done.returncode or found:
         first = found[0] if found else (log.strip().splitlines() or ["no message"])[-1]
