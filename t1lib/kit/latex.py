@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,7 @@ def _build_one(outputs: Path) -> Path:
                 copy = folder / path.relative_to(run).with_name(f"{before}{path.name}")
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
-        others = [manifest.read(outputs.with_name(name)) for name in BOTH]
-        write_context(content, folder / "context.tex", [other for other in others if other])
+        write_context(content, folder / "context.tex")
         _compile(folder, outputs.name, content["started"])
         with whole(final) as partial:
             shutil.copyfile(folder / f"{outputs.name}.pdf", partial)
@@ -65,12 +64,11 @@ def _build_one(outputs: Path) -> Path:
     return final
 
 
-def write_context(content: Mapping[str, Any], path: Path, others: Sequence[Mapping[str, Any]] = ()) -> None:
-    r"""Write the LaTeX file that describes a report's run and the `others` that it quotes, from their manifests.
+def write_context(content: Mapping[str, Any], path: Path) -> None:
+    r"""Write the LaTeX file that describes a report's run, from its manifest.
 
     Keys of `\result`: run.{experiment, profile, device, commit, dirty, date, started, seconds}, env.<entry of the
     environment>, param.<parameter>. `\ifgpu` is true where a GPU was measured; `\allparameters` lists all parameters.
-    `\otherruns` has a row of a table for each of `others`.
     """
     numbers, environment = Numbers(), content["environment"]
     run = {name: content[name] for name in ("experiment", "profile", "commit", "dirty", "started", "seconds")}
@@ -84,14 +82,6 @@ def write_context(content: Mapping[str, Any], path: Path, others: Sequence[Mappi
     with path.open("a", encoding="utf-8", newline="\n") as file:
         file.write(rf"\newif\ifgpu\gpu{'true' if 'gpu' in environment else 'false'}" + "\n")
         file.write(rf"\newcommand{{\allparameters}}{{{listed}}}" + "\n")
-        file.write(rf"\newcommand{{\otherruns}}{{{''.join(map(_other_run, others))}}}" + "\n")
-
-
-def _other_run(content: Mapping[str, Any]) -> str:
-    """A row of a table: when, by which commit and on what a run was measured."""
-    told = [_shown(content[name]) for name in ("experiment", "started", "commit", "dirty")]
-    name, started, commit, dirty, device = map(escape_latex, [*told, manifest.device(content)])
-    return rf"{name} & {started}; commit \texttt{{{commit}}}; uncommitted changes: {dirty}; {device} \\"
 
 
 def _shown(value: Any) -> str:
