@@ -37,15 +37,13 @@ def _parser() -> argparse.ArgumentParser:
     pair = {"nargs": 2, "action": "append", "default": []}
     run.add_argument("-p", dest="parameters", **pair, metavar=("NAME", "VALUE"), help="set a parameter")
 
-    listing = commands.add_parser("list", help="show experiments and the state of their outputs, or all about one")
-    listing.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose parameters to show, too")
+    commands.add_parser("list", help="show experiments and the state of their outputs")
 
     report = commands.add_parser("report", help="redraw from the samples what has changed, and build the reports")
     report.add_argument("--profile", default="auto", help="whose outputs (default: this machine's profile)")
     report.add_argument("--no-pdf", action="store_true", help="leave the reports' PDF files out")
 
-    check = commands.add_parser("check", help="hold claims.yaml against outputs/h200")
-    check.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose claims (default: all)")
+    commands.add_parser("check", help="hold claims.yaml against outputs/h200")
     _add_plan(commands.add_parser("plan", help="predict memory and time of a step for every mode and head"))
     _add_train(commands.add_parser("train", help="train a model on text: metrics, checkpoints"))
     return parser

@@ -83,10 +83,7 @@ def _attempt(experiment: str, profile: str, parameters: params.Values) -> bool:
     """Run one experiment, publish its folder, and say how long it takes; returns whether it finished."""
     label, final = f"{experiment} [{profile}]", paths.outputs(profile, experiment)
     staging = paths.staging(profile, experiment)
-    estimates = params.about(experiment).get("expected_seconds", {})
-    expected = (manifest.read(final) or {}).get("seconds") or estimates.get(profile)
-    about = f"expected {tqdm.format_interval(expected)}" if expected else "expected time unknown"
-    print(f"{label}: started, {about}", file=sys.stderr, flush=True)
+    print(f"{label}: started", file=sys.stderr, flush=True)
     outcome, clock = "interrupted", time.perf_counter()
     try:
         with locked(staging.with_suffix(".lock"), f"{label} is being run by another process; wait for it"):
@@ -155,18 +152,13 @@ def _state(experiment: str, profile: str) -> str:
     return f"stale    {why}; {_measured(content)}" if why else f"done     {_measured(content)}"
 
 
-def list_command(arguments: argparse.Namespace) -> int:
+def list_command(_: argparse.Namespace) -> int:
     """Print experiments and the state of their outputs; returns 0."""
-    named = [choose("experiment", name, params.experiments()) for name in arguments.experiments]
     print(f"profiles: {', '.join(params.profiles())} (auto here: {manifest.default_profile()})")
-    for experiment in named or params.experiments():
-        print(f"\n{experiment}  {params.about(experiment).get('title', '')}".rstrip())
+    for experiment in params.experiments():
+        print(f"\n{experiment}  {params.title(experiment)}".rstrip())
         for profile in params.profiles():
             print(f"  {profile:<8} {_state(experiment, profile)}")
-        for name, parameter in params.declared(experiment).items() if named else ():
-            print(f"    -p {name} {parameter.type} = {parameter.default!r}  {parameter.help}".rstrip())
-    if not named:
-        print("\nparameters of one: python -m t1lib list EXPERIMENT")
     return 0
 
 

@@ -65,9 +65,9 @@ def _read_notebook(path: Path) -> Values:
         raise T1Error(f"cannot read the notebook {paths.shown(path)}: {error}") from None
 
 
-def about(experiment: str) -> Values:
-    """What a notebook's metadata say for the kit: `title`, and `expected_seconds` by profile."""
-    return _read_notebook(paths.notebook(experiment)).get("metadata", {}).get("t1", {})
+def title(experiment: str) -> str:
+    """The title that a notebook's metadata give it, for the kit."""
+    return _read_notebook(paths.notebook(experiment)).get("metadata", {}).get("t1", {}).get("title", "")
 
 
 def first_line(text: str) -> str:

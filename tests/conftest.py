@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,7 +53,7 @@ class Checkout:
         (folder / "executed.ipynb").write_text("{}")
         made_of = {"notebook": fingerprint.notebook(name), "modules": fingerprint.everything()}
         keys = {"experiment": name, "profile": "smoke", "parameters": params.resolve(name, "smoke")}
-        manifest.write(folder, **keys, **manifest.git_state(), made_of=made_of, inputs={}, seconds=1.23)
+        manifest.write(folder, **keys, **manifest.git_state(), made_of=made_of, seconds=1.23)
 
     def params(self, name: str, yaml: str, profile: str = "smoke") -> None:
         path = self.root / "params" / profile / f"{name}.yaml"
@@ -74,19 +73,10 @@ def no_process_group_left():
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="session")
-def loaded_modules() -> Callable[[], list[str]]:
-    """`fingerprint.loaded`, which parses every module that is loaded, asked once."""
-    from t1lib import fingerprint
-
-    return cache(fingerprint.loaded)
-
-
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded_modules: Callable[[], list[str]]) -> Checkout:
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     monkeypatch.setenv("T1_ROOT", str(tmp_path))
     monkeypatch.delenv("T1_STAGING", raising=False)
-    monkeypatch.setattr("t1lib.fingerprint.loaded", loaded_modules)
     return Checkout(tmp_path)
 
 

@@ -1,3 +1,4 @@
+import json
 import re
 import shutil
 import subprocess
@@ -11,7 +12,6 @@ from t1lib.errors import UnavailableError
 from t1lib.files import read_signed, write_signed
 from t1lib.kit import latex
 from t1lib.kit.tables import make_table, to_latex
-from t1lib.measure.records import Numbers
 
 needs_tex = pytest.mark.skipif(not (shutil.which("pdflatex") and shutil.which("bibtex")), reason="needs TeX")
 
@@ -54,19 +54,15 @@ def test_a_report_is_built_and_complete(outputs, report, gpu, others):
     if gpu:
         content["environment"] |= {"gpu": "GPU® & Co_1", "gpu_memory_gib": 15.9, "driver": "1.2"}
         write_signed(path, content)
-    for number, name in enumerate(others):  # measured by other commits: the report says so
-        other = folder / name / "manifest.json"
-        write_signed(other, read_signed(other) | {"commit": f"{number}" * 40})
     before = {path.name for path in folder.iterdir()}
     assert latex.build("smoke") == [folder / f"{report}.pdf"]
     assert {path.name for path in folder.iterdir()} == before | {f"{report}.pdf"}
     assert not list((folder.parent.parent / "report").glob("*.aux"))
     text = text_of(folder / f"{report}.pdf")
     assert "Abstract" in text and "Ruijia Yang" in text and content["commit"] in text and "??" not in text
-    assert all(f"{name} " in text and f"{number}" * 40 in text for number, name in enumerate(others))
     assert ("GPU® & Co_1" in text) is gpu and ("Training on real text" in text) is bool(others)
     key = {"t1m1": "t1m1.own.slide.wall_ms", "t1m3": "t1m3.step.chunked.wall_ms"}[report]
-    assert Numbers.load_json(folder / report / "numbers.json")[key]["text"] in text
+    assert json.loads((folder / report / "numbers.json").read_bytes())[key]["text"] in text
     assert gpu or "n/a" not in text
 
 

@@ -95,7 +95,7 @@ def test_a_run_leaves_every_file_and_shows_figures_in_the_cells_that_draw_them(f
     assert left == {"manifest.json", *content["files"]}
     assert (content["experiment"], content["profile"]) == (name, "smoke")
     missing = [key for key, entry in read(finished / "numbers.json").items() if entry["value"] is None]
-    absent = re.compile("reserved|compiled|torch|trainstream|cce|liger|quack|trl|qwen3|parallel")  # at smoke, on a CPU
+    absent = re.compile("reserved|torch|trainstream|cce|liger|quack|trl|qwen3|parallel")  # at smoke, on a CPU
     assert not [key for key in missing if not absent.search(key)]
     for cell in code(nbformat.read(finished / "executed.ipynb", as_version=4)):
         assert isinstance(cell["execution_count"], int)
@@ -124,7 +124,6 @@ def test_two_ranks_find_what_one_finds_and_hold_half_of_the_weight(smoke_run):
     assert all(found["chunked", "head/2", f"error_{name}"] < 1e-6 for name in ("loss", "dE", "dW"))
     weight = [found["chunked", f"head/{n}", "weight_mib"] for n in (1, 2)]
     assert weight == [4099 * 64 * 4 / 2**20, 2050 * 64 * 4 / 2**20]
-    assert found["chunked", "head/2", "collectives"] >= 4
     assert found["fsdp", "step/1", "status"] == "ok"
 
 

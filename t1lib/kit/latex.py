@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,10 @@ from t1lib.measure.records import Numbers, escape_latex
 REPORTS = ("t1m1", "t1m3")
 BOTH = ("convergence", "frontier")  # experiments that both reports quote if their runs are finished
 
-_PACKAGES = "Debian/Ubuntu: apt-get install texlive-latex-recommended lmodern"
-_MISSING_TEX = f"""the PDF files need TeX, and {{missing}} was not found here; all else is in {{folder}} already.
-{_PACKAGES}; macOS: brew install --cask mactex-no-gui; Windows: winget install MiKTeX.MiKTeX"""
+_TEX = "Debian's packages texlive-latex-recommended and lmodern, MacTeX or MiKTeX"
 # With -file-line-error, errors begin with "./t1m1.tex:12: "; errors outside any file begin with "! ".
 _ERROR = re.compile(r"^(?:(?:\./)?[^\s:]+\.\w+:\d+: |! ).+", re.M)
 _UNDEFINED = re.compile(r"^LaTeX Warning: (?:Citation|Reference) .+ undefined.*", re.M)  # would print "??"
-_NO_PACKAGE = re.compile(r"LaTeX Error: File `(.+\.(?:sty|cls))' not found")
 
 
 def build(profile: str) -> list[Path]:
@@ -40,7 +37,8 @@ def build(profile: str) -> list[Path]:
     command = f"python -m t1lib run {' '.join(REPORTS)} --profile {profile}"
     require(bool(finished), f"no finished run to report on in {shown}; make one: {command}")
     if missing := [tool for tool in ("pdflatex", "bibtex") if shutil.which(tool) is None]:
-        raise UnavailableError(_MISSING_TEX.format(missing=" and ".join(missing), folder=shown))
+        told = f"{' and '.join(missing)} was not found, and the PDF files need TeX, such as {_TEX}"
+        raise UnavailableError(f"{told};\nall else is in {shown} already")
     return [_build_one(folder) for folder in finished]
 
 
@@ -58,8 +56,7 @@ def _build_one(outputs: Path) -> Path:
                 copy = folder / path.relative_to(run).with_name(f"{before}{path.name}")
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
-        others = [manifest.read(outputs.with_name(name)) for name in BOTH]
-        write_context(content, folder / "context.tex", [other for other in others if other])
+        write_context(content, folder / "context.tex")
         _compile(folder, outputs.name, content["started"])
         with whole(final) as partial:
             shutil.copyfile(folder / f"{outputs.name}.pdf", partial)
@@ -67,12 +64,11 @@ def _build_one(outputs: Path) -> Path:
     return final
 
 
-def write_context(content: Mapping[str, Any], path: Path, others: Sequence[Mapping[str, Any]] = ()) -> None:
-    r"""Write the LaTeX file that describes a report's run and the `others` that it quotes, from their manifests.
+def write_context(content: Mapping[str, Any], path: Path) -> None:
+    r"""Write the LaTeX file that describes a report's run, from its manifest.
 
     Keys of `\result`: run.{experiment, profile, device, commit, dirty, date, started, seconds}, env.<entry of the
     environment>, param.<parameter>. `\ifgpu` is true where a GPU was measured; `\allparameters` lists all parameters.
-    `\otherruns` has a row of a table for each of `others`.
     """
     numbers, environment = Numbers(), content["environment"]
     run = {name: content[name] for name in ("experiment", "profile", "commit", "dirty", "started", "seconds")}
@@ -86,14 +82,6 @@ def write_context(content: Mapping[str, Any], path: Path, others: Sequence[Mappi
     with path.open("a", encoding="utf-8", newline="\n") as file:
         file.write(rf"\newif\ifgpu\gpu{'true' if 'gpu' in environment else 'false'}" + "\n")
         file.write(rf"\newcommand{{\allparameters}}{{{listed}}}" + "\n")
-        file.write(rf"\newcommand{{\otherruns}}{{{''.join(map(_other_run, others))}}}" + "\n")
-
-
-def _other_run(content: Mapping[str, Any]) -> str:
-    """A row of a table: when, by which commit and on what a run was measured."""
-    told = [_shown(content[name]) for name in ("experiment", "started", "commit", "dirty")]
-    name, started, commit, dirty, device = map(escape_latex, [*told, manifest.device(content)])
-    return rf"{name} & {started}; commit \texttt{{{commit}}}; uncommitted changes: {dirty}; {device} \\"
 
 
 def _shown(value: Any) -> str:
@@ -116,9 +104,6 @@ def _compile(folder: Path, report: str, started: str) -> None:
         log = done.stdout.decode(errors="replace")
         if done.returncode:
             break
-    if package := _NO_PACKAGE.search(log):
-        how = f"{_PACKAGES}; else install it with tlmgr or MiKTeX"
-        raise UnavailableError(f"this TeX lacks {package[1]}, which the reports need;\n{how}")
     found = _ERROR.search(log) if done.returncode else _UNDEFINED.search(log)
     if done.returncode or found:
         first = found[0] if found else (log.strip().splitlines() or ["no message"])[-1]

@@ -57,7 +57,7 @@ class Run:
         self.params = params.Live(experiment, namespace, self._require_allowed)
         final = paths.outputs(self.params.checked()["profile"], experiment)
         # Taken at the start: an edit made during the run must make the run stale, and a commit is not the run's.
-        self._about = manifest.git_state() | {"experiment": experiment, "inputs": {}}
+        self._about = manifest.git_state() | {"experiment": experiment}
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
         self._numbers, self._saved = Numbers(), []
         self._clock = time.perf_counter()
@@ -180,10 +180,6 @@ class Run:
         """Record a number that texts quote by its key, such as `t1m1.own.slide.wall_ms`; `fmt` is that of `format`."""
         self._numbers.set(key, value, unit, fmt)
         self._cells.draw(key)
-
-    def used(self, name: str, sha256: str) -> None:
-        """Note in the manifest the hash of something that the run read besides its parameters, such as a corpus."""
-        self._about["inputs"][name] = sha256
 
     def finish(self) -> None:
         """Save records and numbers. Unless the command `run` drives the notebook, also publish the folder (`run` would

@@ -137,16 +137,12 @@ class HeadBench:
         """Times in ms: of the `loss` alone, without autograd; or of the loss (`forward`), of its gradients
         (`backward`), of `both`, and of the host, to issue both (`host`)."""
         self.forget()
-        call, losses = self.call(case), []
+        call, losses, lead = self.call(case), [], self.lead if queued else None
         if not case.gradients:
-            return self.phases({"loss": call.loss}, queued)
+            return phases_ms({"loss": call.loss}, self.device, lead)[0]
         phases = {"forward": lambda: losses.append(call.loss()), "backward": lambda: call.backward(losses[0])}
-        times, host = phases_ms(phases, self.device, self.lead if queued else None)
+        times, host = phases_ms(phases, self.device, lead)
         return times | {"both": sum(times.values()), "host": host}
-
-    def phases(self, phases: dict[str, Callable[[], object]], queued: bool = True) -> dict[str, float]:
-        """Times in ms of functions that are called one after the other, behind the lead-in if `queued`."""
-        return phases_ms(phases, self.device, self.lead if queued else None)[0]
 
     def products(self, queued: bool = True) -> dict[str, float]:
         """Times in ms of the floor, the three matrix products back to back, as in a head: `logits`, `dE`, `dW`."""
@@ -154,7 +150,7 @@ class HeadBench:
             e, w, z = self.e, self.w, torch.empty(len(self.e), len(self.w), dtype=self.dtype, device=self.device)
             products = {"logits": (e, w.T, z), "dE": (z, w, torch.empty_like(e)), "dW": (z.T, e, torch.empty_like(w))}
             self._products = {name: partial(torch.mm, a, b, out=out) for name, (a, b, out) in products.items()}
-        return self.phases(self._products, queued)
+        return phases_ms(self._products, self.device, self.lead if queued else None)[0]
 
     def memory(self, case: Case) -> dict[str, int]:
         """Bytes of a second call: `workspace`, its peak beyond the inputs and the gradients that must exist; `kept`,

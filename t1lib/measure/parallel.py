@@ -14,11 +14,9 @@ from functools import partial
 from multiprocessing import connection
 from operator import itemgetter
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from t1lib.errors import reason
 from t1lib.heads import parallel as sharded
@@ -46,12 +44,12 @@ def ran(device: torch.device) -> str:
     return "shared" if share_gpus(dist.get_world_size(), device.type) else "ok"
 
 
-def across(values: dict[str, float], combine: Callable[..., Tensor] = torch.amax) -> dict[str, float]:
-    """On every rank, the maximum of each value over all of them, or what else combines these; NaN if any is."""
+def across(values: dict[str, float]) -> dict[str, float]:
+    """On every rank, the maximum of each value over all of them; NaN if any is."""
     mine = torch.tensor(list(values.values()), dtype=torch.float64)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
-    return dict(zip(values, combine(torch.stack(every), dim=0).tolist(), strict=True))
+    return dict(zip(values, torch.stack(every).amax(dim=0).tolist(), strict=True))
 
 
 def measure_ranks(
@@ -161,22 +159,6 @@ class Share(HeadBench):
         found, status, why = super().attempt(variant, action) if self.group is None else (action(), "ok", "")
         return (across(found), ran(self.device), why) if status == "ok" else (found, status, why)
 
-    def collectives(self, case: Case) -> list[partial[Any]]:
-        """The collectives that a head starts on this rank, in order: calls on tensors of their own, for replay without
-        the computation between. The last tensor of each is the input."""
-        calls: list[partial[Any]] = []
-
-        def noted(function: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
-            own = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-            calls.append(partial(function, *own, group=group))  # each is awaited
-            return function(*tensors, group=group, **options)
-
-        # as `t1lib.heads.parallel` names them
-        gather, reduce = partial(noted, sharded.all_gather), partial(noted, dist.all_reduce)
-        with patch.object(sharded, "all_gather", gather), patch.object(dist, "all_reduce", reduce):
-            self.result(case)
-        return calls
-
 
 def measure_head(
     records: Records, device: torch.device, *, phase: str, heads: list[str], workspace: str, error_bound: float,
@@ -206,17 +188,8 @@ def measure_head(
         parts = {"weight": bench.w.nbytes, "dW": bench.w.nbytes, "hidden": bench.e.nbytes, "dE": bench.e.nbytes}
         parts["workspace"] = bench.memory(case)["workspace"]
         parts["held"] = sum(parts.values())  # by a rank, at the head's peak
-        if device.type == "cuda" and ran(device) == "ok":  # a GPU of its own, with what is outside PyTorch's allocator
-            free, whole = torch.cuda.mem_get_info(device)
-            parts["outside"] = whole - free - torch.cuda.memory_reserved(device)
         records.put(head, phase, {f"{name}_mib": value / MIB for name, value in across(parts).items()})
         runners[head, phase] = partial(bench.times, case)
-        if bench.group is not None:
-            collectives = bench.collectives(case)
-            sent = sum(call.args[-1].nbytes for call in collectives)
-            records.put(head, phase, {"collectives": len(collectives), "exchanged_mib": sent / MIB})
-            alone = {"collectives": lambda calls=collectives: [call() for call in calls]}
-            runners[head, phase, "collectives"] = partial(bench.phases, alone)
     if ran(device) == "ok":
         bench.take_turns(records, runners, iters, warmup)
 
@@ -225,8 +198,8 @@ def measure_step(
     records: Records, device: torch.device, *, phase: str, mode: str, rows: int, most: int, steps: int, warmup: int,
     loss_steps: int, **session: Any,
 ) -> None:  # fmt: skip
-    """Time and memory (`host_all`: of all ranks, with shared memory counted once) of training in `mode` on the ranks of
-    this group, no time if they share a GPU; and in phase `losses/<ranks>` its losses.
+    """Time and memory of training in `mode` on the ranks of this group, no time if they share a GPU; and in phase
+    `losses/<ranks>` its losses.
 
     rows      rows of the batch per rank
     most      the largest number of ranks compared: losses are of `most` · `rows` rows in micro-batches of `rows`
@@ -244,8 +217,7 @@ def measure_step(
             records.put(mode, phase, found | slowest, step)
     peaks = train.memory()
     records.put(mode, phase, across({k: v for k, v in peaks.items() if k in PEAKS}))
-    own, mapped = across({"": peaks["host_gib"] - peaks["mapped_gib"]}, torch.sum), across({"": peaks["mapped_gib"]})
-    records.put(mode, phase, {"host_all_gib": own[""] + mapped[""], "tokens": rows * ranks * session["seq"]})
+    records.put(mode, phase, {"tokens": rows * ranks * session["seq"]})
     records.status(mode, status, phase)
     train.trainer.close()
     del train

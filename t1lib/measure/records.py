@@ -191,11 +191,6 @@ class Numbers(dict[str, dict[str, Any]]):
         text = json.dumps(self, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
         path.write_text(text + "\n", encoding="utf-8", newline="\n")
 
-    @classmethod
-    def load_json(cls, path: Path) -> Self:
-        """Read what `save_json` wrote."""
-        return cls(json.loads(path.read_text(encoding="utf-8")))
-
     def save_tex(self, path: Path) -> None:
         r"""Write a line `\setresult{key}{text}{unit}` per number, after the commands that look numbers up."""
         text = _TEX_HEAD

@@ -7,7 +7,6 @@ from io import StringIO
 from operator import itemgetter
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -45,7 +44,7 @@ class TrainSession:
     def __init__(
         self, *, model: str, mode: str, dtype: str, batch: int, seq: int, optimizer: dict[str, Any],
         device: str, seed: int = 0, changes: dict[str, Any] | None = None, batches: int = 1, train: str = "all",
-        compile_layers: bool = False, **options: Any,
+        **options: Any,
     ) -> None:  # fmt: skip
         grow_segments()
         self.device, self.seed, self._count = torch.device(device), seed, batches
@@ -56,8 +55,6 @@ class TrainSession:
         if choose("train", train, ("all", "layers")) == "layers":
             built.requires_grad_(False)
             layers.requires_grad_(True)
-        if compile_layers:
-            wrap.compile_layers(layers)
         make = TrainStreamTrainer if mode == "trainstream" else make_trainer
         self.trainer = make(built, mode, device=device, optimizer=spec, **options)
         self.set_point(batch, seq)
@@ -122,11 +119,9 @@ class TrainSession:
         ]
 
     def memory(self) -> dict[str, float]:
-        """Memory in GiB: device peaks since `warm_up`, host peaks during set-up and since `warm_up`, pinned memory, and
-        mapped memory that other processes may share."""
-        mapped = getattr(psutil.Process().memory_info(), "shared", 0)  # elsewhere than on Linux it is not told
+        """Memory in GiB: device peaks since `warm_up`, host peaks during set-up and since `warm_up`, pinned memory."""
         found = {"host_setup_gib": self._host_setup_peak / GIB, "host_gib": self._host.read() / GIB}
-        found |= {"pinned_gib": pinned_bytes() / GIB, "mapped_gib": mapped / GIB}
+        found |= {"pinned_gib": pinned_bytes() / GIB}
         if self.device.type != "cuda":
             return found | {"allocated_gib": max(point["allocated_gib"] for point in self.timeline())}
         found["allocated_gib"] = torch.cuda.max_memory_allocated(self.device) / GIB

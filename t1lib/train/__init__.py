@@ -9,7 +9,6 @@ from t1lib.train.stream import stream
 _LATER = {  # imported when they are first asked for: transformers takes seconds
     "t1lib.train.loop": ("MODES", "StepRecord", "Trainer", "make_trainer"),
     "t1lib.train.checkpoint": ("load_checkpoint", "save_checkpoint"),
-    "t1lib.train.wrap": ("compile_layers",),
     "t1lib.optimizers": ("OPTIMIZERS", "OptimizerSpec", "Schedule"),
     "t1lib.models": ("PRESETS", "build_model", "sizes"),
 }

@@ -1,7 +1,7 @@
-"""How a trainer has the layers called: compiled, traced, recomputed."""
+"""How a trainer has the layers called: traced, recomputed."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,14 +9,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from t1lib.timing import NoTrace, Trace
-
-
-def compile_layers(layers: Sequence[nn.Module]) -> None:
-    """Compile layers with `torch.compile`, before a trainer or `stream` takes the model: by class, not one by one, as
-    like layers share the code, and weights are only its inputs. Closing a trainer undoes it."""
-    compiled = cache(lambda kind: torch.compile(kind.forward))
-    for layer in layers:
-        layer.forward = partial(compiled(type(layer)), layer)
 
 
 def wrap_layers(layers: Sequence[nn.Module], trace: Callable[[], Trace | NoTrace], recompute: bool) -> None:

@@ -19,7 +19,6 @@ from t1lib.errors import T1Error
 from t1lib.heads import patch_head
 from t1lib.plan.cost import Choice
 from t1lib.train import OptimizerSpec, Schedule, build_model, graphs, make_trainer, placing, stream
-from t1lib.train.wrap import compile_layers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"
@@ -153,7 +152,9 @@ def trainer(mode: str, dtype: torch.dtype = torch.bfloat16, compiled: bool = Fal
     if options.get("loss") == "mean_square":
         model.requires_grad_(False).model.layers.requires_grad_(True)
     if compiled:
-        compile_layers(model.model.layers)
+        forward = torch.compile(type(model.model.layers[0]).forward)
+        for layer in model.model.layers:
+            layer.forward = partial(forward, layer)
     return make_trainer(model, mode, device=DEVICE, **options)
 
 
