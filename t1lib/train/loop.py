@@ -33,7 +33,7 @@ from t1lib.train.wrap import wrap_layers
 
 MODES = ("gpu", "gpu-graph", "ckpt", "slide", "fsdp")
 LOSSES = ("cross_entropy", "mean_square")
-HEAD_OPTIONS = ("workspace", "chunks", "by", "chunked", "filter_eps", "label_smoothing", "z_loss", "tail")
+HEAD_OPTIONS = ("workspace", "chunks", "by", "filter_eps", "label_smoothing", "z_loss", "tail")
 
 
 @dataclass(frozen=True)
