@@ -5,7 +5,6 @@ import os
 import sys
 import warnings
 import weakref
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -59,9 +58,12 @@ def pin(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
 def host_available() -> int:
     """Bytes of memory that this process may still take, within the limits of the machine and of its control group."""
     free = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # no control group of version 2, or no limit ("max")
-        most, used = ((CONTROL_GROUP / name).read_text() for name in ("memory.max", "memory.current"))
-        free = min(free, int(most) - int(used))
+    for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        group = CONTROL_GROUP if most == "memory.max" else CONTROL_GROUP / "memory"  # cgroup versions 2 and 1
+        try:
+            free = min(free, int((group / most).read_text()) - int((group / used).read_text()))
+        except (OSError, ValueError):  # no such group, or no limit ("max")
+            continue
     return max(free, 0)
 
 

@@ -104,11 +104,14 @@ def test_memory_that_may_not_be_pinned_is_plain(monkeypatch):
     assert buffer.nbytes == 4 * MIB and not buffer.any()
 
 
-def test_a_control_groups_limit_counts(tmp_path, monkeypatch):
+@pytest.mark.parametrize("folder, names", [("", "max current"), ("memory", "limit_in_bytes usage_in_bytes")])
+def test_a_control_groups_limit_counts(folder, names, tmp_path, monkeypatch):
+    files = [f"{folder}/memory.{name}".strip("/") for name in names.split()]
     monkeypatch.setattr("t1lib.memory.CONTROL_GROUP", tmp_path)
     whole = host_available()
-    for name, value in {"max": 5 * MIB, "current": 2 * MIB}.items():
-        (tmp_path / f"memory.{name}").write_text(f"{value}\n")
+    for name, value in zip(files, (5 * MIB, 2 * MIB), strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{value}\n")
     assert host_available() == 3 * MIB < whole
-    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / files[0]).write_text("max\n")
     assert host_available() > 3 * MIB
