@@ -220,7 +220,7 @@ class Engine:
             return
         self.closed = True
         for held in self.host:
-            held.touched = False  # what was assigned to their p.data is given back
+            held.take_back()
         try:
             self.drain()
         finally:

@@ -120,6 +120,10 @@ def _check(model: Any, args: TrainingArguments, options: dict[str, Any]) -> None
         value = getattr(args, name, None)
         require(not value, f"StreamTrainer with {name}={shown(value)}: {why}. Turn it off")
     require(args.world_size == 1, f"StreamTrainer in {args.world_size} processes; allowed: 1")
+    once = {"max_grad_norm": 0, "gradient_accumulation_steps": 1} if options.get("update_in_backward") else {}
+    for name, allowed in once.items():  # here, as `stream` notices only after its first updates
+        value = getattr(args, name)
+        require(value == allowed, f"update_in_backward=True with {name}={shown(value)}; allowed: {allowed}")
 
 
 def _last_complete(folder: Path) -> str:

@@ -326,6 +326,15 @@ class HostLayer(Traveller):
             require(self.views[name].is_set_to(param.data), f"{found}; allowed: {allowed}")
         self.touched, self.written = False, True
 
+    @unwatched
+    def take_back(self) -> None:
+        """As `take_over`, before the layer becomes an ordinary one: what was assigned to `p.data` counts."""
+        if self.touched:
+            for name, param in self.params.items():
+                if param.data.shape == self.views[name].shape:
+                    self.views[name].copy_(param.data)
+            self.touched, self.written = False, True
+
     def follow(self) -> None:
         """Let the master follow weights that somebody wrote. (Not as soon as they are: they may be an average that is
         swapped in for an evaluation only.)"""

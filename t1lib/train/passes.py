@@ -89,6 +89,8 @@ class Passes:
         saved, outputs = Saved(self.device, Saved.modes_of(modules), version, rows, graphs=graphs), []
         self._schedule.bind(index)
         try:
+            if save and held is not None:
+                held.refuse_hooks()
             for piece in split_rows(whole, rows):
                 before = saved.random_state() if save and not keep else None
                 with saved.autocast(), self._trace().span("compute", "forward", index):

@@ -324,6 +324,21 @@ def test_refused_while_it_streams(name):
         refused(lambda: call(streamed, own), shown)
 
 
+def test_a_hook_is_refused_before_anything_is_updated():
+    model = blocks()
+    with streaming(model, sgd(model), update_in_backward=True) as (streamed, _):
+        before = weights(streamed)
+        model.blocks[0].up.weight.register_hook(lambda grad: grad)
+        refused(lambda: first_backward(streamed), "hooks of modules")
+        assert_same_weights(streamed, before)
+
+
+def test_weights_assigned_before_the_first_batch_are_refused():
+    with streaming(blocks(), gpu_memory="1GiB") as (streamed, _):
+        streamed.blocks[0].up.weight.data = torch.zeros_like(streamed.blocks[0].up.weight)
+        refused(lambda: first_loss(streamed), "p.copy_")
+
+
 def test_layers_whose_other_arguments_need_gradients():
     for options in ({}, {"gpu_memory": "1GiB"}):
         with streaming(gemma_3n(), **options) as (model, _):
