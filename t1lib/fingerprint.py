@@ -1,4 +1,4 @@
-"""What a run was made of: its notebook's code and the parts of the kit that it loaded, by their meaning.
+"""What a run was made of: its notebook's code and the modules of the kit that it loaded, by their meaning.
 
 The meaning of code is what `ast` makes of it: comments, docstrings and layout do not count.
 """
@@ -8,6 +8,7 @@ import hashlib
 import sys
 from contextlib import suppress
 from functools import cache
+from modulefinder import ModuleFinder
 from pathlib import Path
 
 from t1lib import params, paths
@@ -56,12 +57,15 @@ def everything() -> dict[str, str]:
 
 
 def loaded() -> list[str]:
-    """The modules of the kit that this process has loaded, and of its folders all in which it has loaded any: processes
-    that it started have loaded others of them."""
-    parts = {_part(name) for name in sys.modules}
-    return [name for name in everything() if _part(name) in parts]
-
-
-def _part(module: str) -> str:
-    """The folder of the kit that a module is in, or the module, if it is in none."""
-    return ".".join(module.split(".")[:2])
+    """The modules of the kit that this process has loaded, and those that they import, anywhere in them: processes that
+    it started have loaded them. All of the kit's where one of them cannot be read, as it is being edited."""
+    kit, finder = everything().keys(), ModuleFinder([str(_ROOT.parent)])
+    for name in [name for name in sys.modules if name.partition(".")[0] == _ROOT.name]:
+        try:
+            finder.import_hook(name)
+        except SyntaxError:
+            return sorted(kit)
+        except ImportError:  # its file is gone
+            continue
+    found = {name for name in finder.modules if name.partition(".")[0] == _ROOT.name}
+    return sorted(kit if kit & finder.badmodules.keys() else found)

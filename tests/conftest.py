@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,10 +74,19 @@ def no_process_group_left():
         dist.destroy_process_group()
 
 
+@pytest.fixture(scope="session")
+def loaded_modules() -> Callable[[], list[str]]:
+    """`fingerprint.loaded`, which parses every module that is loaded, asked once."""
+    from t1lib import fingerprint
+
+    return cache(fingerprint.loaded)
+
+
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded_modules: Callable[[], list[str]]) -> Checkout:
     monkeypatch.setenv("T1_ROOT", str(tmp_path))
     monkeypatch.delenv("T1_STAGING", raising=False)
+    monkeypatch.setattr("t1lib.fingerprint.loaded", loaded_modules)
     return Checkout(tmp_path)
 
 

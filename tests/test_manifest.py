@@ -67,12 +67,33 @@ def test_meaning_is_the_same_in_every_version_of_python():
     assert fingerprint.meaning(code) == "513989902e29dc10084c3a0d7fddfd5ab0157e2d7cc77f180ec1c6237857b4c3"
 
 
-def test_loaded_are_the_modules_that_were_imported_and_those_of_their_folders():
-    """A process that this one starts may load more of them."""
+def test_loaded_are_the_modules_that_were_imported_and_what_they_import():
     code = "import t1lib.measure.isolate; from t1lib import fingerprint; print(*fingerprint.loaded())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert {"t1lib", "t1lib.measure", "t1lib.measure.isolate", "t1lib.measure.session", "t1lib.errors"} <= set(told)
-    assert not {"t1lib.kit.run", "t1lib.claims", "t1lib.driver"} & set(told)
+    assert {"t1lib", "t1lib.measure.isolate", "t1lib.measure.records", "t1lib.errors"} <= set(told)
+    assert not {"t1lib.kit.run", "t1lib.measure.session", "t1lib.measure.pandas"} & set(told)
+
+
+@pytest.mark.parametrize("edited", ["kit_of_a_test.a", "kit_of_a_test.deep.b"])
+def test_all_modules_count_as_loaded_while_one_is_half_edited(tmp_path, monkeypatch, edited):
+    root = tmp_path / "kit_of_a_test"
+    texts = {
+        "__init__": "",
+        "a": "def f():\n    from kit_of_a_test.deep import b",
+        "deep.__init__": "",
+        "deep.b": "x = 1",
+    }
+    for name, text in {**texts, "other": ""}.items():
+        path = root.joinpath(*name.split(".")).with_suffix(".py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(fingerprint, "_ROOT", root)
+    for name in (root.name, f"{root.name}.a"):
+        monkeypatch.setitem(sys.modules, name, Mock())
+    usual = [root.name, *(f"{root.name}.{name}" for name in ("a", "deep", "deep.b"))]
+    assert fingerprint.loaded() == usual
+    root.parent.joinpath(*edited.split(".")).with_suffix(".py").write_text("def f(:")
+    assert fingerprint.loaded() == [*usual, f"{root.name}.other"]
 
 
 def test_results_of_another_gpu_are_not_replaced(checkout, monkeypatch):
