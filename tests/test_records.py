@@ -5,6 +5,7 @@ import json
 import math
 import platform
 import subprocess
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ import pytest
 import torch
 from refusals import refused
 
+from t1lib.kit.run import Run
 from t1lib.kit.tables import make_table, mean_std
 from t1lib.measure.manifest import default_profile, environment, git_state
 from t1lib.measure.records import Numbers, Records, escape_latex, format_number, gate_losses, numeric, statuses
@@ -92,11 +94,17 @@ def test_the_commit_is_gits_or_else_the_environments(checkout, monkeypatch):
     monkeypatch.setenv("T1_COMMIT", "abc1" * 10)
     monkeypatch.setenv("T1_DIRTY", "1")
     assert git_state() == {"commit": "abc1" * 10, "dirty": True}
+    monkeypatch.setenv("T1_COMMIT", "main")
+    checkout.add("demo")
+    start = partial(Run, "demo", {"profile": "smoke", "steps": 1, "rate": 1.0})
+    refused(start, "T1_COMMIT is 'main'; allowed: a commit's 40 hexadecimal digits")
     own = ["git", "-C", str(checkout.root), "-c", "user.name=t", "-c", "user.email=t@t"]
     for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
         subprocess.run([*own, *command], check=True)
-    found = git_state()["commit"]
-    assert len(found) == 40 and found != "abc1" * 10
+    monkeypatch.setenv("T1_COMMIT", "abc1" * 10)
+    refused(git_state, "abc1, and git says")
+    monkeypatch.delenv("T1_COMMIT")
+    assert len(git_state()["commit"]) == 40
 
 
 @pytest.mark.parametrize(

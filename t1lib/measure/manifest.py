@@ -90,10 +90,14 @@ def environment() -> dict[str, str | int | float]:
 
 
 def git_state() -> dict[str, str | bool]:
-    """The commit, and whether any file outside outputs/, into which runs write, differs from it. Without git, they are
-    what `T1_COMMIT` and `T1_DIRTY` (1 or 0) say, else "unknown"."""
+    """The commit, and whether any file outside outputs/, into which runs write, differs from it. Without git, they come
+    from `T1_COMMIT` and `T1_DIRTY` (1 or 0), else are "unknown". Raises `T1Error` for a `T1_COMMIT` that is no full
+    hash, or not git's."""
     git, given = ("git", "-C", str(paths.root())), os.environ.get("T1_COMMIT") or "unknown"
+    whole = given == "unknown" or re.fullmatch("[0-9a-f]{40}", given) is not None
+    require(whole, f"T1_COMMIT is {given!r}; allowed: a commit's 40 hexadecimal digits")
     if commit := _output(*git, "rev-parse", "HEAD"):
+        require(given in ("unknown", commit), f"T1_COMMIT is {given}, and git says {commit}: unset it, or remove .git")
         changes = _output(*git, "status", "--porcelain", "--", ".", ":(exclude)outputs")
         return {"commit": commit, "dirty": "unknown" if changes is None else bool(changes)}
     return {"commit": given, "dirty": {"0": False, "1": True}.get(os.environ.get("T1_DIRTY", ""), "unknown")}
