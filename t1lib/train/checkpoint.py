@@ -38,6 +38,7 @@ def save_checkpoint(trainer: Trainer, folder: str | Path) -> Path:
     taken = path.name  # by the checkpoint there, if there is one that cannot be read
     with suppress(T1Error):
         taken = read_signed(folder / META)["folder"] if has_checkpoint(folder) else ""
+        _sweep(folder, taken)  # what killed processes left
     if path.name == taken:
         path = path.with_name(f"{taken}-again")
     with whole(path) as partial_path:
@@ -52,10 +53,16 @@ def save_checkpoint(trainer: Trainer, folder: str | Path) -> Path:
     with whole(folder / META) as partial_path:
         _write(partial_path, lambda file: file.write(signed(facts)))
     sync(folder)
-    for other in folder.glob(f"*step-{'[0-9]' * 8}*"):  # the checkpoint before, and what killed processes left
-        if other != path:
-            remove(other)
+    _sweep(folder, path.name)
     return path
+
+
+def _sweep(folder: Path, used: str) -> None:
+    """Remove what is no part of the checkpoint in `folder`, whose files are in `used`."""
+    digits = "[0-9]" * 8
+    for path in (*folder.glob(f"step-{digits}*"), *folder.glob(f".step-{digits}*.partial")):
+        if path.name != used:
+            remove(path)
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -224,15 +224,15 @@ class HostLayer(Traveller):
         self.arrived = self.scale = self.norms = None
 
     def gradient_came(self, param: nn.Parameter) -> None:
-        """Autograd has added to `p.grad` in the layer's own backward. Raises `T1Error` for a loss on the weight itself,
-        such as a penalty, whose gradient comes from elsewhere."""
+        """Autograd has added to `p.grad` in the layer's own backward. Raises `T1Error` for one from elsewhere, as of a
+        penalty on the weight itself."""
         if not param.requires_grad:  # frozen since its forward: autograd has added nothing
             return
         name = param._name
         with torch._C.DisableTorchFunctionSubclass():
             if self.grad_slot is None or param.grad is not self.grad_slot.views[name]:
                 param.grad = None
-                found = f"a loss on {name!r} of layer {self.index} itself, a streamed parameter"
+                found = f"a gradient of {name!r} of layer {self.index} from elsewhere than the layer's own call"
                 raise T1Error(f"{found}; allowed: losses on what the model returns, and weight_decay")
         self.reached.add(name)
 

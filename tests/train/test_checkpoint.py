@@ -95,12 +95,16 @@ def test_the_last_is_the_one_that_was_saved_last(tmp_path, trained):
     """Not that of the highest step: a run may go on from an earlier one. What killed processes left is removed."""
     for folder in ("step-00000099", ".step-00000099.partial"):
         (tmp_path / folder).mkdir()
-    for name in ("step-00000099/rest.pt", ".checkpoint.partial.json", "step-by-step.txt"):
+    for name in ("step-00000099/rest.pt", ".checkpoint.partial.json", "best-step-00000001", "step-by-step.txt"):
         (tmp_path / name).write_text("half")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):  # before it is written, as the disk may be full
+        patch.setattr(torch, "save", partial(_counted, [], 0, None))
+        save_checkpoint(trained, tmp_path)
+    assert "step-00000099" not in names(tmp_path)
     for trained.steps in (1, 4, 2, 2, 2):
         path = save_checkpoint(trained, tmp_path)
         assert load_checkpoint(trained, tmp_path) == trained.steps
-        assert names(tmp_path) == [META, path.name, "step-by-step.txt"]
+        assert names(tmp_path) == ["best-step-00000001", META, path.name, "step-by-step.txt"]
 
 
 def test_a_broken_file_is_named_and_changes_nothing(tmp_path, trained):

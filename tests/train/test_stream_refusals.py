@@ -289,9 +289,9 @@ ONGOING: dict[str, tuple] = {
     "accumulated, announced otherwise": during(
         lambda m, o: train(m, o, BATCHES, accumulate=2), "zero_grad", make=sgd, accumulate=False
     ),
-    "a loss on the weights": during(lambda m, o: penalty(m).backward(), "itself"),
-    "a loss on the weights and others": during(lambda m, o: (first_loss(m) + penalty(m)).backward(), "itself"),
-    "a loss on the weights, at once": at_once(lambda m, o: (first_loss(m) + penalty(m)).backward(), "itself"),
+    "a loss on the weights": during(lambda m, o: penalty(m).backward(), "from elsewhere"),
+    "a loss on the weights and others": during(lambda m, o: (first_loss(m) + penalty(m)).backward(), "from elsewhere"),
+    "a loss on the weights, at once": at_once(lambda m, o: (first_loss(m) + penalty(m)).backward(), "from elsewhere"),
     "weights assigned": during(partial(assign, then=lambda m, o: first_loss(m)), "p.copy_"),
     "weights assigned, step": during(partial(assign, then=lambda m, o: o.step()), "p.copy_"),
     "weights assigned, state": during(partial(assign, then=lambda m, o: o.state_dict()), "p.copy_"),
