@@ -55,7 +55,8 @@ class Precision:
 class OptimizerSpec:
     """An optimizer and its hyperparameters. Defaults are PyTorch's, except for lr and for weight decay, which is off.
 
-    master_weights, moments   as `Precision`'s masters and moments; "split" and "bfloat16" are for adamw alone
+    master_weights   `Precision`'s masters: 16-bit parameters have float32 ones, of sgd, too, unless it is None
+    moments          as `Precision`'s; "bfloat16", and masters that are "split", are for adamw alone
     """
 
     name: str = "sgd"

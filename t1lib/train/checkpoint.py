@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 
 from t1lib.errors import T1Error, reason, require
-from t1lib.files import read_signed, remove, signed, sync, whole
+from t1lib.files import read_signed, remove, signed, sync, whole, writing
 from t1lib.train.loop import Trainer
 
 META = "checkpoint.json"
@@ -48,11 +48,12 @@ def save_checkpoint(trainer: Trainer, folder: str | Path) -> Path:
             files.append(f"{part}.pt")
             _write(partial_path / files[-1], partial(torch.save, trainer.state_of(names)))
         sync(partial_path)
-    sync(folder)
     facts = {"step": trainer.steps, "folder": path.name, "files": _checksums(path, files)}
-    with whole(folder / META) as partial_path:
-        _write(partial_path, lambda file: file.write(signed(facts)))
-    sync(folder)
+    with writing(folder):
+        sync(folder)
+        with whole(folder / META) as partial_path:
+            _write(partial_path, lambda file: file.write(signed(facts)))
+        sync(folder)
     _sweep(folder, path.name)
     return path
 

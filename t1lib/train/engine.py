@@ -208,11 +208,12 @@ class Engine:
         clear_gradients(self.unstreamed(), set_to_none)  # the optimizer may not have all of them
 
     def drain(self) -> None:
-        if self.schedule is not None:
-            self.schedule.take_over(*self.host)
-            self.schedule.drain()
-        if self.outer is not None:
-            self.outer.drain()
+        with self.lock:
+            if self.schedule is not None:
+                self.schedule.take_over(*self.host)
+                self.schedule.drain()
+            if self.outer is not None:
+                self.outer.drain()
 
     def close(self) -> None:
         """Give the model back as an ordinary one."""
