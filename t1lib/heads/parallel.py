@@ -57,7 +57,7 @@ def linear_cross_entropy(
     linear_weight       (rows, D): the rank's classes, one at least, which follow those of the lower ranks. Of a DTensor
                         that is sharded by rows, pass `to_local()`, whose gradient reaches it
     linear_bias         (rows)
-    weight              (V), the sum of all ranks' rows; the same on every rank
+    weight              (V) for the whole vocabulary, all ranks' rows together; the same on every rank
     workspace           per rank; the hidden states gathered under sequence_parallel are not counted
 
     Unless losses are per rank (sequence_parallel with "none"), every rank returns the same loss and must call

@@ -47,7 +47,8 @@ class StreamTrainer(Trainer):
     After training the model still streams; `close()` makes it an ordinary one.
 
     Raises `T1Error` for arguments that would wrap, convert or compile the model, or recompute its layers (`REFUSED`),
-    and for several processes; when training or evaluation begins, also as `stream` does, which is called then.
+    for several processes, and for update_in_backward with `max_grad_norm` (Trainer's default is 1) or accumulation;
+    when training or evaluation begins, also as `stream` does, which is called then.
     """
 
     def __init__(

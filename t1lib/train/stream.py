@@ -63,8 +63,9 @@ def stream(
     assigning it in a streamed layer is refused.
     Hooks see a layer as under checkpointing; a loss on what they caught inside a layer has no gradient there.
 
-    Raises `T1Error`, before anything is changed, for what docs/streaming.md lists as refused, for too small a budget,
-    and for a host without enough memory.
+    Raises `T1Error`, before anything is changed, for a bad argument, for an optimizer or a model that cannot stream,
+    and for a host without enough memory. A budget that is too small is an error when it is planned, and what else
+    docs/streaming.md lists as refused when it happens.
     """
     require(isinstance(model, nn.Module), f"model of type {type(model).__name__}; allowed: a torch.nn.Module")
     # An engine gives the model and its layers an `_apply` of their own.
