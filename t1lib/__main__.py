@@ -58,7 +58,7 @@ def _add_step(parser: argparse.ArgumentParser, seq: int, batch: int) -> None:
     add("--micro-batch", type=int, help="rows computed at a time (default: all)")
     add("--optimizer", default="adamw", help="adamw or sgd (default: adamw)")
     add("--moments", default="float32", help="of adamw beside bfloat16 weights: float32 (default) or bfloat16")
-    add("--split-master", action="store_true", help="of float32 masters keep the bits that bfloat16 weights lack")
+    add("--split-master", action="store_true", help="of float32 masters keep only the bits that bfloat16 weights lack")
     add("--max-grad-norm", type=float, default=1.0, help="clip gradients to it; 0: do not (default: 1)")
 
 

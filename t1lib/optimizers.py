@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from t1lib.errors import choose, is_number, is_whole, require
+from t1lib.errors import choose, is_number, is_whole, require, shown
 
 OPTIMIZERS = ("sgd", "adamw")
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -31,8 +31,8 @@ class Precision:
     moments: str = "float32"
 
     def __post_init__(self) -> None:
-        if self.masters is not None:
-            choose("master_weights", self.masters, MASTERS)
+        known = self.masters is None or self.masters in MASTERS
+        require(known, f"master_weights={shown(self.masters)}; allowed: 'whole', 'split', or None")
         choose("moments", self.moments, MOMENTS)
         require(self.moments == "float32" or self.masters is not None, "moments='bfloat16' is for master_weights")
 

@@ -14,7 +14,7 @@ LIBRARY = "stdlib"
 # Of the library, left out: tests, which many distributions lack. Of its files, those with the build machine's paths.
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # Datasets, and compressed files; what lies beside them is hardly the text.
-_UNREAD = {".arrow", ".bz2", ".gz", ".jsonl", ".parquet", ".xz", ".zst"}
+_UNREAD = {".7z", ".arrow", ".bz2", ".gz", ".jsonl", ".parquet", ".tar", ".xz", ".zip", ".zst"}
 
 
 def sha256(*texts: str) -> str:

@@ -21,7 +21,7 @@ from t1lib.memory import pinned_zeros
 from t1lib.plan.cost import GATHERED, ROWS
 from t1lib.train.lanes import Mark, uninterrupted, wait_for
 from t1lib.train.layers import Streamed, unwatched
-from t1lib.train.resident import ResidentOptimizer
+from t1lib.train.resident import ResidentOptimizer, version_of
 from t1lib.train.travel import PIECE, Span, Traveller, Update
 from t1lib.train.update import Scratch, follow, update
 
@@ -40,17 +40,12 @@ class OuterParam(Traveller):
         super().__init__(index, None if "master" in state else on_host(param.dtype), state)
         self.exact.copy_(param.data.view(-1).cpu())
         self.grad: Tensor | None = None  # of the update that is pending
-        self.known = self.now  # of the weights that the host knows
+        self.known = version_of(param)  # of the weights that the host knows
 
     @property
     def exact(self) -> Tensor:
         """The weights on the host, or their whole master."""
         return self.state["master"] if self.flat is None else self.flat
-
-    @property
-    def now(self) -> tuple[int, int]:
-        """It changes if somebody else writes to the weights, or assigns `p.data`."""
-        return self.param._version, self.param.data_ptr()
 
 
 class Outer:
@@ -220,7 +215,7 @@ class Outer:
                 storage = held.param.untyped_storage()
                 if storage.nbytes() == 0:
                     storage.resize_(held.param.nbytes)
-                    held.known = held.now
+                    held.known = version_of(held.param)
             self._away, self._known = False, self._schedule.compute.mark()
 
     @torch.no_grad()
@@ -253,13 +248,13 @@ class Outer:
     @torch.no_grad()
     def _take_over(self) -> None:
         """Take over what was written to the weights on the device."""
-        if all(held.known == held.now for held in self.held):
+        if all(held.known == version_of(held.param) for held in self.held):
             return
         for held in self.held:
             wait_for(held.left)
             if not held.param.is_contiguous():  # assigned to `p.data`
                 held.param.data = held.param.data.contiguous()
-            held.known = held.now
+            held.known = version_of(held.param)
             now = held.param.data.view(-1).cpu()
             if held.flat is not None:
                 held.flat.copy_(now)

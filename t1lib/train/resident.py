@@ -37,7 +37,7 @@ class ResidentOptimizer(torch.optim.Optimizer):
         self.precision, self._device = precision, device
         self.groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         self.counts: dict[nn.Parameter, int] = {}
-        self._versions: dict[nn.Parameter, int] = {}
+        self._known: dict[nn.Parameter, tuple[int, int]] = {}  # `version_of` each, when its master was last true
 
     def rules(self) -> list[Rule]:
         """The groups' hyperparameters as they are now. On a CPU that computes, PyTorch's choice of implementation is
@@ -50,12 +50,12 @@ class ResidentOptimizer(torch.optim.Optimizer):
     def state_of(self, param: nn.Parameter) -> State:
         """The parameter's state; its master follows values that were written to it since the last update."""
         if param not in self.counts:
-            self.counts[param], self._versions[param] = 0, param._version
+            self.counts[param], self._known[param] = 0, version_of(param)
             state = new_state(param, self.param_groups[self.groups[id(param)]], self.precision)
             if state:
                 self.state[param] = state
         state = self.state.get(param, {})
-        if "master" in state and param in self._versions and self._versions[param] != param._version:
+        if "master" in state and self._known.get(param, version_of(param)) != version_of(param):
             follow(state["master"], param.data)
         return state
 
@@ -75,7 +75,12 @@ class ResidentOptimizer(torch.optim.Optimizer):
             for (count, *_), params in alike.items():
                 weights, grads = [p.data for p in params], [p.grad for p in params]
                 update(weights, grads, [self.state.get(p, {}) for p in params], rule, count)
-                self._versions |= {p: p._version for p in params}
+                self._known |= {p: version_of(p) for p in params}
+
+
+def version_of(param: Tensor) -> tuple[int, int]:
+    """It changes if somebody writes to the parameter, or assigns `p.data`; not if an update writes through `p.data`."""
+    return param._version, param.data_ptr()
 
 
 def state_in(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> tuple[State, dict[nn.Parameter, int]]:

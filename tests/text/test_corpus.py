@@ -76,6 +76,7 @@ def test_the_hash_is_of_names_and_texts_in_any_order():
         ("a.jsonl", b'{"text": "a"}', "a.jsonl: .jsonl is not read; allowed: UTF-8 text"),
         ("data-00000-of-00001.arrow", b"\xff", "001.arrow: .arrow is not read; allowed: UTF-8 text"),
         ("A.JSONL.GZ", b"\xff", "A.JSONL.GZ: .gz is not read; allowed: UTF-8 text"),
+        ("a.zip", b"PK\x03\x04", "a.zip: .zip is not read; allowed: UTF-8 text"),
     ],
 )
 def test_what_is_no_text_is_refused(tmp_path, name, content, message):

@@ -228,8 +228,9 @@ def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(maste
             for param in streamed.parameters():
                 param.add_(0.25)
             zeroed = [streamed.lm_head.weight, streamed.model.layers[1].mlp.up_proj.weight]
-            for param in zeroed:
-                param.zero_()
+            zeroed[1].zero_()
+        zeroed[0].data = torch.zeros_like(zeroed[0])
+        streamed.model.norm.weight.data = torch.full_like(streamed.model.norm.weight, 0.5)
         saved = own.state_dict()["state"]
         for number, param in enumerate(streamed.parameters()):
             master, weight = saved[number]["master"].cpu(), param.detach().cpu().float()
