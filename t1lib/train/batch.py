@@ -1,5 +1,6 @@
 """A batch of token ids: checked against the model, and split into micro-batches."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,8 @@ class Piece:
 
 def check(batch: dict[str, Tensor], vocabulary: int, positions: int) -> tuple[Tensor, Tensor]:
     """(input_ids, targets) of a batch, (B, S) each. Raises `T1Error` if the batch does not fit the model."""
+    known = isinstance(batch, Mapping)
+    require(known, f"a batch of type {type(batch).__name__}; allowed: {{'input_ids': (B, S), 'labels': (B, S)}}")
     unknown = ", ".join(map(repr, batch.keys() - {"input_ids", "labels"}))
     require(not unknown, f"a batch has {unknown}; allowed: input_ids, and labels with -100 where no token counts")
     ids = batch.get("input_ids")

@@ -220,9 +220,9 @@ class Engine:
         if self.closed:
             return
         self.closed = True
-        for held in self.host:
-            held.take_back()
         try:
+            for held in self.host:
+                held.take_back()
             self.drain()
         finally:
             for held in self.host:

@@ -70,6 +70,7 @@ def ids(length=11, fourth=3):
 
 BATCHES = {
     "too large an id": ({"input_ids": ids(fourth=97)}, ["input_ids hold [97]", "allowed: 0 to 96"]),
+    "a tensor alone": (ids(), ["a batch of type Tensor"]),
     "no ids": ({"labels": ids()}, ["input_ids: None", "(batch, sequence)"]),
     "no tokens": ({"input_ids": ids()[:, :0]}, ["input_ids: torch.int64 of shape (2, 0)"]),
     "too long": ({"input_ids": ids(length=17)}, ["17 tokens", "16 positions"]),
