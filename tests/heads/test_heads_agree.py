@@ -14,6 +14,7 @@ from t1lib.heads import linear_cross_entropy
 needs_torch = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="not in this PyTorch")
 TORCH = pytest.param("torch", {}, marks=needs_torch)
 VARIANTS = [*(("chunked", own) for own in ({}, {"chunks": 1000}, {"by": "vocabulary", "chunks": 6})), TORCH]
+NARROW = [*((torch.bfloat16, name) for name in ("plain", "softcap", "all")), (torch.float16, "all")]
 by_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 by_head = pytest.mark.parametrize("head, own", HEADS, ids=str)
 
@@ -97,9 +98,7 @@ def test_agrees(name, head, own):
 
 @pytest.mark.parametrize("own", [{}, {"by": "vocabulary", "chunks": 6}], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize(
-    "dtype, name", [*((torch.bfloat16, name) for name in ("plain", "softcap", "all")), (torch.float16, "all")]
-)
+@pytest.mark.parametrize("dtype, name", NARROW)
 def test_sixteen_bit_error_is_that_of_full(
     own, dtype, name, reduction, head="chunked", shape=(150, 1000, 64), each=None, device="cpu"
 ):

@@ -14,6 +14,10 @@ from t1lib.heads.fused_plan import DEFAULT_WORKSPACE, Shape
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 E4M3 = torch.float8_e4m3fn
 STATES = ("flat", "trained", "peaked")
+REFUSED = [
+    {"dtype": torch.float32}, {"dtype": torch.float16}, {"label_smoothing": 0.1}, {"filter_eps": 1e-3}, {"chunks": 2},
+    {"softcap": 0.5}, {"linear_bias": torch.ones(40)},
+]  # fmt: skip
 
 
 def on_gpu(test):
@@ -72,14 +76,7 @@ def in_three_ways(p: Problem) -> tuple:
     return exact_of(p), run("full", p, one), run("fused", p, one, tail="fp8")
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"dtype": torch.float32}, {"dtype": torch.float16}, {"label_smoothing": 0.1},
-        {"filter_eps": 1e-3}, {"chunks": 2}, {"softcap": 0.5}, {"linear_bias": torch.ones(40)},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("given", REFUSED, ids=str)
 def test_what_it_goes_without_is_refused(given):
     p = problem(9, 40, 16, dtype=given.pop("dtype", torch.bfloat16), bias=False)
     refused(lambda: linear_cross_entropy(p.e, p.w, p.target, **{"tail": "fp8"} | given), "tail")
