@@ -128,6 +128,8 @@ def run(head: str, p: Problem, upstream: Tensor | None = None, grad=(True, True,
     operands = [t.detach().requires_grad_(wanted) for t, wanted in zip((p.e, p.w), grad, strict=False)]
     bias = None if p.b is None else p.b.detach().requires_grad_(grad[2])
     loss = linear_cross_entropy(*operands, p.target, head=head, linear_bias=bias, **kwargs)
+    if loss.dim():
+        loss *= 1.0  # losses may be changed in place
     wanted = [t for t in (*operands, bias) if t is not None and t.requires_grad]
     given = upstream_for(loss) if upstream is None else upstream
     return [loss.detach(), *torch.autograd.grad(loss, wanted, given)]
