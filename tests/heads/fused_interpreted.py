@@ -11,10 +11,10 @@ import torch
 from functorch.compile import make_boxed_func
 from head_cases import ODD, Problem, assert_close, assert_compiles, least_of, options, problem
 from head_cases import run as run_head
-from huggingface_models import build
+from huggingface_models import batch, compare, pair
 from torch._dynamo.backends.common import aot_autograd
 
-from t1lib.heads import fused_launch, fused_plan, linear_cross_entropy, patch_head
+from t1lib.heads import fused_launch, fused_plan, linear_cross_entropy
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 run = partial(run_head, "fused")
@@ -140,13 +140,8 @@ def test_the_compiler_sees_one_operator_and_copies_nothing(reduction, workspace,
 
 @slow
 def test_a_patched_model_compiles_whole():
-    model = patch_head(build("Qwen3", num_hidden_layers=1, use_cache=False))
-    ids = torch.arange(24).view(2, 12)
-    found = []
-    for f in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
-        loss = f(input_ids=ids, labels=ids).loss
-        found.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
-    assert_close(*found, 1e-5)
+    own, ours = pair("Qwen3", num_hidden_layers=1, use_cache=False)
+    compare(own, torch.compile(ours, backend="aot_eager", fullgraph=True), **batch())
 
 
 def test_threads():

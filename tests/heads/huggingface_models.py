@@ -73,10 +73,6 @@ def batch(rows: int = 2, length: int = 12, seed: int = 1) -> dict[str, torch.Ten
     return {"input_ids": ids, "labels": labels}
 
 
-def shifted(labels: torch.Tensor) -> torch.Tensor:
-    return nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
-
-
 def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor | None]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return list(torch.autograd.grad(loss, trained, allow_unused=True))

@@ -32,10 +32,6 @@ STATS = ("lse", "logprob", "correct")
 GRADS = {"input": (True, False, False), "weight": (False, True, False), "bias": (False, False, True)}
 
 
-def every_case() -> Cases:
-    return {**values(), **manners(), **refusals()}
-
-
 def values() -> Cases:
     """Both heads: options, reductions, special operands and targets; tokens replicated or sharded."""
     p, found = problem(36, 257, 16), {}

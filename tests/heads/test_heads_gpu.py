@@ -13,19 +13,16 @@ from t1lib.heads import linear_cross_entropy, parse_bytes
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CHUNKED = [("chunked", {}), ("chunked", {"by": "vocabulary"})]
+EXACT = [(*head, "mean") for head in CHUNKED]
+EXACT += [("fused", own, reduction) for own in ({}, {"chunks": 4}) for reduction in ("mean", "none")]
+BUDGETS = [(*head, 1024, budget) for head in CHUNKED for budget in ("16MiB", "64MiB")]
+BUDGETS += [("fused", {"reduction": r}, 2048, b) for r in ("mean", "none") for b in ("14MiB", "32MiB", "128MiB")]
 plain_or_all = pytest.mark.parametrize("name", ["plain", "all"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", OPTION_SETS)
-@pytest.mark.parametrize(
-    "head, own, reduction",
-    [
-        *((*head, "mean") for head in CHUNKED),
-        *(("fused", own, reduction) for own in ({}, {"chunks": 4}) for reduction in ("mean", "none")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("head, own, reduction", EXACT, ids=str)
 def test_error_is_at_most_that_of_full(head, own, reduction, name, dtype):
     """With 20011 classes, rows of logits need padding."""
     shape = (1000, 20011, 264) if head == "fused" else (512, 20011 if dtype == torch.bfloat16 else 20000, 256)
@@ -89,14 +86,7 @@ def workspace_of(p, call, upstream=1.0):
     return torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in operands)
 
 
-@pytest.mark.parametrize(
-    "head, own, tokens, budget",
-    [
-        *((*head, 1024, budget) for head in CHUNKED for budget in ("16MiB", "64MiB")),
-        *(("fused", {"reduction": r}, 2048, b) for r in ("mean", "none") for b in ("14MiB", "32MiB", "128MiB")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("head, own, tokens, budget", BUDGETS, ids=str)
 @plain_or_all
 def test_workspace_is_kept(head, own, tokens, budget, name):
     p = problem(tokens, 32000, 256, dtype=torch.bfloat16, device="cuda")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from head_cases import REDUCTIONS, options, problem
 from huggingface_models import assert_close, batch, build, gradients
-from parallel_cases import CHUNKED, SIZE, agrees, every_case, groups_made_anew, own_rows, sixteen_bits
+from parallel_cases import CHUNKED, SIZE, agrees, groups_made_anew, manners, own_rows, refusals, sixteen_bits, values
 from processes import SIZES, Cases, Outcomes, work
 from refusals import refused
 from torch.distributed.fsdp import fully_shard
@@ -68,7 +68,7 @@ def wrapped(case: str) -> None:
 def cases(size: int, folder: Path | None = None) -> Cases:
     if size != SIZE:
         return {f"patch_head, {name}": partial(wrapped, name) for name in WRAPPED}
-    return every_case()
+    return {**values(), **manners(), **refusals()}
 
 
 def alone(size: int, folder: Path | None = None) -> Cases:

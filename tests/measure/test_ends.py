@@ -99,9 +99,8 @@ def test_variants_run_in_processes_of_their_own_in_turn_or_one_after_the_other()
     ("how", "status"), [("oom", "oom"), pytest.param("killed", "oom", marks=posix), ("is missing", "unavailable")]
 )
 def test_a_variant_that_cannot_run_or_be_built_is_a_status_and_the_others_run_on(how, status):
-    for first, built in ((ends(how), {}), (None, {"A": how})):
-        found, turns, _ = measure({"A": first, "B": None}, built)
-        assert found == {"A": status, "B": "ok"} and turns[-2:] == ["B1", "B2"]
+    found, turns, _ = measure({"A": ends(how), "B": None, "C": None}, built={"B": how})
+    assert found == {"A": status, "B": status, "C": "ok"} and turns[-2:] == ["C1", "C2"]
 
 
 @pytest.mark.parametrize(

@@ -136,10 +136,6 @@ def test_calibrating_keeps_rates_that_are_used_on_this_device_alone(command, mon
         assert rates.this_machine() == H200
 
 
-def adamw(**other):
-    return OptimizerSpec("adamw", **other)
-
-
 @pytest.mark.parametrize(
     ("setting", "optimizer", "mode", "choice", "ms", "allocated", "reserved"),
     [
@@ -158,7 +154,7 @@ def adamw(**other):
 )
 def test_settings_of_t1m1(setting, optimizer, mode, choice, ms, allocated, reserved):
     """Measured at commit e04ac27: ms, GiB."""
-    found = predict_point(replace(setting, optimizer=adamw(**optimizer)), mode, "fused", H200, choice)
+    found = predict_point(replace(setting, optimizer=OptimizerSpec("adamw", **optimizer)), mode, "fused", H200, choice)
     off = 0.2 if mode == "fsdp" else 0.1  # the hosts' CPUs differ
     assert found.ms == pytest.approx(ms, rel=off)
     assert found.allocated == pytest.approx(allocated * GIB, rel=0.11 if mode == "fsdp" or setting.together else 0.05)
@@ -177,7 +173,9 @@ def test_points_of_frontier():
     for (variant, phase), point in measured.iterrows():
         model, mode, head = variant.split("/")
         narrow = model in asked["narrow"]
-        setting = Setting(model, 1, int(phase.removeprefix("seq/")), optimizer=adamw(**NARROW if narrow else {}))
+        setting = Setting(
+            model, 1, int(phase.removeprefix("seq/")), optimizer=OptimizerSpec("adamw", **NARROW if narrow else {})
+        )
         setting = replace(setting, together=False, changes={"max_position_embeddings": max(asked["lengths"])})
         choice = replace(LEAN, slots=2 + narrow)
         p = predict_point(setting, mode, head, H200, choice)
