@@ -1,38 +1,29 @@
 """Models, batches and comparisons that the tests of the training loop share."""
 
+from functools import partial
 from typing import Any
 
 import torch
+from stream_models import frozen
 
 from t1lib.models import build_model
 from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.train.loop import Trainer
 
-SMALL = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 5, "vocab_size": 97}
-SHAPES = {
-    "qwen3": ("tiny", {**SMALL, "head_dim": 8}),
-    "qwen3-untied": ("tiny", {**SMALL, "head_dim": 8, "tie_word_embeddings": False}),
-    "gemma2": ("gemma-2-2b", {**SMALL, "head_dim": 8, "num_attention_heads": 4, "sliding_window": 4}),
-}
+SMALL = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 5, "vocab_size": 97, "head_dim": 8}
 OPTIMIZERS = {
     "sgd": OptimizerSpec("sgd", lr=0.1),
     "momentum": OptimizerSpec("sgd", lr=0.1, momentum=0.9),
     "adamw": OptimizerSpec("adamw", lr=1e-2, weight_decay=0.1),
 }
 CLIPPED = {"max_grad_norm": 0.5, "schedule": Schedule("cosine", warmup=2, total=10)}
-EVERYTHING = {"micro_batch": 2, **CLIPPED}
 
 
-def model(kind: str = "qwen3", dtype: torch.dtype = torch.float32, **more: Any):
-    preset, changes = SHAPES[kind]
-    return build_model(preset, dtype=dtype, **(changes | more))
+def model(preset: str = "tiny", dtype: torch.dtype = torch.float32, **more: Any):
+    return build_model(preset, dtype=dtype, **(SMALL | more))
 
 
-def of_layers(kind: str = "qwen3", **more: Any):
-    """A model of which only the layers are trained: T1M1's setting."""
-    found = model(kind, **more).requires_grad_(False)
-    found.model.layers.requires_grad_(True)
-    return found
+of_layers = partial(frozen, r"^(?!model\.layers)", model)  # only the layers are trained: T1M1's setting
 
 
 def ragged(count: int = 3) -> list[dict]:

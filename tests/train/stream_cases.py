@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stream_loops import adamw, evaluated, loop, own_clip, train
+from stream_loops import adamw, evaluated, own_clip, train
 from stream_models import Blocks, blocks, data, layers_of
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -69,7 +69,7 @@ def compare(
 def case(build: Callable[..., nn.Module], optimizer: Callable[..., Any] = adamw, **given: Any) -> dict[str, Any]:
     """Arguments of `compare`: what neither it nor `stream` takes is for the loop."""
     own = {name: given.pop(name) for name in OPTIONS & given.keys()}
-    return {"build": build, "optimizer": optimizer, "loop": loop(**given), **own}
+    return {"build": build, "optimizer": optimizer, "loop": partial(train, **given), **own}
 
 
 def masters(build: Callable[..., nn.Module], make: Callable[..., Any] = adamw, **options: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import product
 from types import FrameType
 from typing import Any
@@ -18,7 +19,7 @@ import stream_cases
 import torch
 from copies import wait_for
 from stream_cases import assert_same_state, assert_same_weights, going_on, six_steps, streaming, weights
-from stream_loops import adamw, grouped, loop, model_loss, own_clip, sgd, train
+from stream_loops import adamw, grouped, model_loss, own_clip, sgd, train
 from stream_models import blocks, data, llama, qwen3
 from torch import nn
 
@@ -27,7 +28,7 @@ from t1lib.train import activations, stream
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
-CLIPPED = loop(clip=own_clip)
+CLIPPED = partial(train, clip=own_clip)
 PLACES = [
     pytest.param({}, id="streamed"),
     pytest.param({"choice": Choice(resident=1, keep=2, host_share=0.5, grads="device")}, id="mixed"),
