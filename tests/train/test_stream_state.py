@@ -98,19 +98,6 @@ def test_a_closed_model_its_copy_and_the_model_streamed_again_train_on():
             assert_same_weights(found, plain)
 
 
-@pytest.mark.parametrize("assigned", [False, True])
-def test_a_master_follows_what_was_written_before_close(assigned):
-    with streaming(blocks(torch.bfloat16)) as (streamed, own):
-        train(streamed, own, FIRST[:1])
-        weight = streamed.blocks[1].up.weight
-        if assigned:
-            weight.data = torch.full_like(weight.detach(), 0.5)
-        else:
-            weight.data.fill_(0.5)
-        own.close()
-        assert bool((weight == 0.5).all() and (own.state[weight]["master"] == 0.5).all())
-
-
 def test_hooks_of_loading_are_called():
     """As PyTorch calls them: one before may change what is given, or return something else."""
     with streaming(blocks()) as (streamed, own):

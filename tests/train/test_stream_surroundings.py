@@ -221,6 +221,14 @@ def test_another_thread_evaluates_meanwhile():
 @pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 @pytest.mark.parametrize("masters", ["whole", "split"])
 def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(masters, choice):
+    """Also what was written, or assigned, last before `close()`."""
+
+    def masters_have_followed() -> None:
+        saved = own.state_dict()["state"]
+        for number, param in enumerate(model.parameters()):
+            master, weight = saved[number]["master"].cpu(), param.detach().cpu().float()
+            torch.testing.assert_close(master, weight, rtol=4e-3, atol=1e-37)
+
     model = qwen3(torch.bfloat16)
     with streaming(model, adamw(model, weight_decay=0.0), choice=choice, master_weights=masters) as (streamed, own):
         train(streamed, own, data(3))
@@ -231,12 +239,14 @@ def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(maste
             zeroed[1].zero_()
         zeroed[0].data = torch.zeros_like(zeroed[0])
         streamed.model.norm.weight.data = torch.full_like(streamed.model.norm.weight, 0.5)
-        saved = own.state_dict()["state"]
-        for number, param in enumerate(streamed.parameters()):
-            master, weight = saved[number]["master"].cpu(), param.detach().cpu().float()
-            torch.testing.assert_close(master, weight, rtol=4e-3, atol=1e-37)
+        masters_have_followed()
         train(streamed, own, data(3))
         assert all((param == 0).float().mean() < 0.05 for param in zeroed)
+        up_weight(model, 1).data.fill_(0.5)
+        up_weight(model, 2).data = torch.full_like(up_weight(model, 2).detach(), 0.5)
+        own.close()
+        masters_have_followed()
+        assert all((up_weight(model, layer) == 0.5).all() for layer in (1, 2))
 
 
 CASES: dict[str, dict[str, Any]] = {
