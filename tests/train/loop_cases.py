@@ -4,13 +4,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from stream_models import frozen
+from stream_models import data, frozen
 
 from t1lib.models import build_model
 from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.train.loop import Trainer
 
 SMALL = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 5, "vocab_size": 97, "head_dim": 8}
+assert_same = partial(torch.testing.assert_close, rtol=0.0, atol=0.0)  # bits, unless bounds are given
 OPTIMIZERS = {
     "sgd": OptimizerSpec("sgd", lr=0.1),
     "momentum": OptimizerSpec("sgd", lr=0.1, momentum=0.9),
@@ -27,21 +28,12 @@ of_layers = partial(frozen, r"^(?!model\.layers)", model)  # only the layers are
 
 
 def ragged(count: int = 3) -> list[dict]:
-    """Batches of five rows, each row with a different number of ignored tokens."""
-    generator = torch.Generator().manual_seed(2)
-    found = []
-    for _ in range(count):
-        ids = torch.randint(97, (5, 9), generator=generator)
-        labels = ids.clone()
-        for row in range(5):
-            labels[row, : row * 2] = -100
-        found.append({"input_ids": ids, "labels": labels})
-    return found
+    """Batches of five rows, each row with a number of ignored tokens of its own."""
+    return [{name: batch[name] for name in ("input_ids", "labels")} for batch in data(count, padded=True, rows=5)]
 
 
 def even(count: int = 3, rows: int = 6) -> list[dict]:
-    generator = torch.Generator().manual_seed(3)
-    return [{"input_ids": torch.randint(97, (rows, 9), generator=generator)} for _ in range(count)]
+    return [{"input_ids": batch["input_ids"]} for batch in data(count, rows=rows)]
 
 
 def run(trainer: Trainer, data: list[dict] | None = None) -> tuple[list[tuple[float, float]], dict]:
@@ -50,8 +42,3 @@ def run(trainer: Trainer, data: list[dict] | None = None) -> tuple[list[tuple[fl
     state = trainer.state_dict()
     trainer.close()
     return [(record.loss, record.grad_norm) for record in records], state
-
-
-def assert_same(state: dict, other: dict, rel: float = 0.0, abs: float = 0.0) -> None:
-    """The same bits of weights and optimizer state, or within bounds."""
-    torch.testing.assert_close(state, other, rtol=rel, atol=abs)

@@ -116,7 +116,7 @@ class Masters:
         self.wide = {p: p.detach().float().requires_grad_() for p in params}
         groups = [{**group, "params": [self.wide[p] for p in group["params"]]} for group in optimizer.param_groups]
         self.inner = type(optimizer)(groups)
-        self.param_groups = self.inner.param_groups
+        self.param_groups, self.zero_grad = self.inner.param_groups, optimizer.zero_grad
 
     def step(self) -> None:
         for param, master in self.wide.items():
@@ -130,10 +130,6 @@ class Masters:
         total = get_total_norm([p.grad.float() for p in self.wide if p.grad is not None])
         clip_grads_with_norm_(self.wide, most, total)
         return total
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for param in self.wide:
-            param.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """As `stream`'s: with the masters."""

@@ -63,9 +63,7 @@ class Blocks(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, mask, scale=self.scale)
         logits = self.head(self.norm(hidden))
-        if labels is None:
-            return SimpleNamespace(logits=logits)
-        return SimpleNamespace(logits=logits, loss=cross_entropy(logits, labels))
+        return SimpleNamespace(logits=logits, loss=None if labels is None else cross_entropy(logits, labels))
 
 
 class Fault:

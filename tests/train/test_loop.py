@@ -88,7 +88,7 @@ def test_micro_batches_add_up_to_the_batch(mode):
         assert other.loss == pytest.approx(one.loss, rel=1e-5)
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
         assert parts.evaluate(batch) == pytest.approx(whole.evaluate(batch), rel=1e-5)
-    assert_same(parts.state_dict()["model"], whole.state_dict()["model"], rel=1e-4, abs=1e-5)
+    assert_same(parts.state_dict()["model"], whole.state_dict()["model"], rtol=1e-4, atol=1e-5)
 
 
 def test_a_budget_chooses_what_is_kept_where():

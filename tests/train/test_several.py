@@ -71,7 +71,7 @@ def agrees(data: list[dict], bound: dict[str, float], build: Any, own: dict | No
         assert found.loss == pytest.approx(expected.loss, rel=2e-6)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=bound["norm"])
         assert (found.step, found.tokens) == (expected.step, expected.tokens)
-    assert_same(weights(many), weights(one), bound["rel"], bound["abs"])
+    assert_same(weights(many), weights(one), rtol=bound["rel"], atol=bound["abs"])
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
