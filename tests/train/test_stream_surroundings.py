@@ -22,10 +22,6 @@ CHOICES = {"default": None, "on host": ON_HOST, "resident": Choice(resident=2, s
 CHOICES |= {"kept": Choice(keep=2), "waiting": Choice(host_share=0.5, grads="device")}
 
 
-def mlps(model: nn.Module) -> list[nn.Module]:
-    return [layer.mlp for layer in layers_of(model)]
-
-
 def penalised_before(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Computed before the forward, of the two matrices whose memory the backward of the layers may take."""
     before = 0.01 * sum(m.weight.square().sum() for m in (model.get_input_embeddings(), model.lm_head))
@@ -153,12 +149,6 @@ def hold_once(model: nn.Module, optimizer: Any) -> Tensor:
     return own_clip(model, optimizer)
 
 
-def delete(model: nn.Module, optimizer: Any) -> Tensor:
-    for param in mlps(model)[1].parameters():
-        del param.grad
-    return own_clip(model, optimizer)
-
-
 def with_scale() -> nn.Module:
     """A parameter of the optimizer's that soon is none of the model's."""
     model = qwen3()
@@ -273,7 +263,6 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients clipped again and again": case(qwen3, clip=clip_often),
     "gradients zeroed through what is held": case(qwen3, clip=hold_once, zero=lambda m: [g.zero_() for g in m.t1_held]),
     "gradients held once, while more accumulate": case(qwen3, sgd, accumulate=2, clip=hold_once, zero=False),
-    "gradients that are deleted": case(qwen3, clip=delete),
     "a parameter that is the optimizer's alone": case(with_scale, loss=scaled, clip=clip_all_of_the_optimizer),
     "gradients whose data is assigned": case(qwen3, clip=give_other_data, zero=False),
     "a gradient that is kept": case(qwen3, clip=keep_first),
