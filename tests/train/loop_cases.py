@@ -1,56 +1,39 @@
 """Models, batches and comparisons that the tests of the training loop share."""
 
+from functools import partial
 from typing import Any
 
 import torch
+from stream_models import data, frozen
 
 from t1lib.models import build_model
 from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.train.loop import Trainer
 
-SMALL = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 5, "vocab_size": 97}
-SHAPES = {
-    "qwen3": ("tiny", {**SMALL, "head_dim": 8}),
-    "qwen3-untied": ("tiny", {**SMALL, "head_dim": 8, "tie_word_embeddings": False}),
-    "gemma2": ("gemma-2-2b", {**SMALL, "head_dim": 8, "num_attention_heads": 4, "sliding_window": 4}),
-}
+SMALL = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 5, "vocab_size": 97, "head_dim": 8}
+assert_same = partial(torch.testing.assert_close, rtol=0.0, atol=0.0)  # bits, unless bounds are given
 OPTIMIZERS = {
     "sgd": OptimizerSpec("sgd", lr=0.1),
     "momentum": OptimizerSpec("sgd", lr=0.1, momentum=0.9),
     "adamw": OptimizerSpec("adamw", lr=1e-2, weight_decay=0.1),
 }
 CLIPPED = {"max_grad_norm": 0.5, "schedule": Schedule("cosine", warmup=2, total=10)}
-EVERYTHING = {"micro_batch": 2, **CLIPPED}
 
 
-def model(kind: str = "qwen3", dtype: torch.dtype = torch.float32, **more: Any):
-    preset, changes = SHAPES[kind]
-    return build_model(preset, dtype=dtype, **(changes | more))
+def model(preset: str = "tiny", dtype: torch.dtype = torch.float32, **more: Any):
+    return build_model(preset, dtype=dtype, **(SMALL | more))
 
 
-def of_layers(kind: str = "qwen3", **more: Any):
-    """A model of which only the layers are trained: T1M1's setting."""
-    found = model(kind, **more).requires_grad_(False)
-    found.model.layers.requires_grad_(True)
-    return found
+of_layers = partial(frozen, r"^(?!model\.layers)", model)  # only the layers are trained: T1M1's setting
 
 
 def ragged(count: int = 3) -> list[dict]:
-    """Batches of five rows, each row with a different number of ignored tokens."""
-    generator = torch.Generator().manual_seed(2)
-    found = []
-    for _ in range(count):
-        ids = torch.randint(97, (5, 9), generator=generator)
-        labels = ids.clone()
-        for row in range(5):
-            labels[row, : row * 2] = -100
-        found.append({"input_ids": ids, "labels": labels})
-    return found
+    """Batches of five rows, each row with a number of ignored tokens of its own."""
+    return [{name: batch[name] for name in ("input_ids", "labels")} for batch in data(count, padded=True, rows=5)]
 
 
 def even(count: int = 3, rows: int = 6) -> list[dict]:
-    generator = torch.Generator().manual_seed(3)
-    return [{"input_ids": torch.randint(97, (rows, 9), generator=generator)} for _ in range(count)]
+    return [{"input_ids": batch["input_ids"]} for batch in data(count, rows=rows)]
 
 
 def run(trainer: Trainer, data: list[dict] | None = None) -> tuple[list[tuple[float, float]], dict]:
@@ -59,8 +42,3 @@ def run(trainer: Trainer, data: list[dict] | None = None) -> tuple[list[tuple[fl
     state = trainer.state_dict()
     trainer.close()
     return [(record.loss, record.grad_norm) for record in records], state
-
-
-def assert_same(state: dict, other: dict, rel: float = 0.0, abs: float = 0.0) -> None:
-    """The same bits of weights and optimizer state, or within bounds."""
-    torch.testing.assert_close(state, other, rtol=rel, atol=abs)

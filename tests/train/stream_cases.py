@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stream_loops import adamw, evaluated, loop, own_clip, train
+from stream_loops import adamw, evaluated, own_clip, train
 from stream_models import Blocks, blocks, data, layers_of
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -69,7 +69,7 @@ def compare(
 def case(build: Callable[..., nn.Module], optimizer: Callable[..., Any] = adamw, **given: Any) -> dict[str, Any]:
     """Arguments of `compare`: what neither it nor `stream` takes is for the loop."""
     own = {name: given.pop(name) for name in OPTIONS & given.keys()}
-    return {"build": build, "optimizer": optimizer, "loop": loop(**given), **own}
+    return {"build": build, "optimizer": optimizer, "loop": partial(train, **given), **own}
 
 
 def masters(build: Callable[..., nn.Module], make: Callable[..., Any] = adamw, **options: Any) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Masters:
         self.wide = {p: p.detach().float().requires_grad_() for p in params}
         groups = [{**group, "params": [self.wide[p] for p in group["params"]]} for group in optimizer.param_groups]
         self.inner = type(optimizer)(groups)
-        self.param_groups = self.inner.param_groups
+        self.param_groups, self.zero_grad = self.inner.param_groups, optimizer.zero_grad
 
     def step(self) -> None:
         for param, master in self.wide.items():
@@ -130,10 +130,6 @@ class Masters:
         total = get_total_norm([p.grad.float() for p in self.wide if p.grad is not None])
         clip_grads_with_norm_(self.wide, most, total)
         return total
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for param in self.wide:
-            param.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """As `stream`'s: with the masters."""

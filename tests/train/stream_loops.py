@@ -84,10 +84,6 @@ def train(
     return events
 
 
-def loop(**options: Any) -> Callable[..., list[float]]:
-    return partial(train, **options)
-
-
 def two_forwards(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """A pair of rows against the other pair."""
     first, second = ({key: value[at : at + 2] for key, value in batch.items()} for at in (0, 2))

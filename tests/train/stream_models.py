@@ -1,5 +1,6 @@
 """Small models for the tests of `stream`, and their batches."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 
 from t1lib.train import build_model
 
@@ -51,7 +52,6 @@ class Blocks(nn.Module):
         self.blocks = nn.ModuleList(Block(hidden, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, VOCABULARY)
-        self.scale: Any = 0.8
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
         length = input_ids.shape[1]
@@ -60,11 +60,9 @@ class Blocks(nn.Module):
             mask = mask & attention_mask[:, None, None, :].bool() | torch.eye(length, device=mask.device).bool()
         hidden = self.embed(input_ids)
         for block in self.blocks:
-            hidden = block(hidden, mask, scale=self.scale)
+            hidden = block(hidden, mask, scale=0.8)
         logits = self.head(self.norm(hidden))
-        if labels is None:
-            return SimpleNamespace(logits=logits)
-        return SimpleNamespace(logits=logits, loss=cross_entropy(logits, labels))
+        return SimpleNamespace(logits=logits, loss=None if labels is None else cross_entropy(logits, labels))
 
 
 class Fault:
@@ -94,18 +92,20 @@ def qwen3(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     return build_model("tiny", dtype=dtype, **(SHAPE | changes))
 
 
-def llama(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+def made(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
     torch.manual_seed(3)
-    return LlamaForCausalLM(LlamaConfig(**SHAPE, **changes)).to(dtype).train()
+    return AutoModelForCausalLM.from_config(config, **options).to(dtype).train()
 
 
-def gemma3(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+def llama(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    return made(LlamaConfig(**SHAPE, **changes), dtype)
+
+
+def gemma3(dtype: torch.dtype = torch.float32) -> nn.Module:
     """Two kinds of attention and of positions, so that the layers' arguments differ; tied."""
-    torch.manual_seed(4)
     kinds = ["sliding_attention", "full_attention"] * (LAYERS // 2)
     own = {"layer_types": kinds, "sliding_window": 3, "query_pre_attn_scalar": 8, "pad_token_id": None}
-    own |= {"bos_token_id": 1, "eos_token_id": 2}
-    return Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, **own, **changes)).to(dtype).train()
+    return made(Gemma3TextConfig(**SHAPE, **own, bos_token_id=1, eos_token_id=2), dtype)
 
 
 def blocks(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
@@ -117,6 +117,14 @@ def changed(build: Callable[..., nn.Module], change: Callable[[nn.Module], objec
     """The model that `build` makes, once `change` was called with it."""
     model = build(*given)
     change(model)
+    return model
+
+
+def frozen(pattern: str, build: Callable[..., nn.Module] = blocks, **options: Any) -> nn.Module:
+    """A model in which that is frozen in whose name the regular expression is found."""
+    model = build(**options)
+    for name, param in model.named_parameters():
+        param.requires_grad_(re.search(pattern, name) is None)
     return model
 
 

@@ -2,6 +2,8 @@
 
 import sys
 import threading
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,29 +11,17 @@ import torch
 from t1lib.train.lanes import UpdateThread
 
 
-class Arrival:
-    """A mark that the device reaches when somebody sets it, or waits for it."""
-
-    def __init__(self, here: bool = False) -> None:
-        self.here = here
-
-    def query(self) -> bool:
-        return self.here
-
-    def synchronize(self) -> None:
-        self.here = True
-
-
-class Broken(Arrival):
-    def query(self) -> bool:
-        raise RuntimeError("the device failed")
-
-    synchronize = query
+def arrival(here: bool) -> SimpleNamespace:
+    """A mark that the device has reached, or reaches when somebody waits for it."""
+    reached = threading.Event()
+    if here:
+        reached.set()
+    return SimpleNamespace(query=reached.is_set, synchronize=reached.set)
 
 
 def test_updates_begin_with_what_has_arrived_and_is_needed_first():
     thread, begin, done = UpdateThread(torch.device("cpu")), threading.Event(), []
-    marks = {number: Arrival(number in (1, 3)) for number in range(5)}
+    marks = {number: arrival(number in (1, 3)) for number in range(5)}
     thread.submit(9, begin.wait)
     for number, mark in marks.items():
         thread.submit(number, lambda number=number: done.append(number), None, mark)
@@ -43,7 +33,8 @@ def test_updates_begin_with_what_has_arrived_and_is_needed_first():
 
 def test_an_error_of_the_device_reaches_whoever_waits():
     thread = UpdateThread(torch.device("cpu"))
-    thread.submit(0, lambda: None, Broken())
+    broken = Mock(side_effect=RuntimeError("the device failed"))
+    thread.submit(0, lambda: None, SimpleNamespace(query=broken, synchronize=broken))
     with pytest.raises(RuntimeError, match="the device failed"):
         thread.wait(0)
     thread.close()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from loop_cases import CLIPPED, OPTIMIZERS, assert_same, model, of_layers, ragged, run
 from refusals import refused
+from stream_models import frozen
 from torch import nn
 
 from t1lib.heads import linear_cross_entropy, next_token_targets
@@ -15,7 +16,6 @@ from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, Trace
 from t1lib.train import MODES, make_trainer
 from t1lib.train.fsdp import FsdpTrainer
-from t1lib.train.schedule import Schedule
 
 ADAMW, SGD, MOMENTUM = (OPTIMIZERS[name] for name in ("adamw", "sgd", "momentum"))
 MASTERS = OptimizerSpec("adamw", lr=1e-2)
@@ -24,24 +24,19 @@ ON_CPU = [mode for mode in MODES if mode != "gpu-graph"]
 OTHERS = [mode for mode in ON_CPU if mode != "gpu"]
 
 
-def frozen_but(*parts: str) -> nn.Module:
-    one = model("qwen3-untied")
-    for name, param in one.named_parameters():
-        param.requires_grad_(any(part in name for part in parts))
-    return one
-
-
-REPORTS = partial(of_layers, "qwen3-untied")
+UNTIED = partial(model, tie_word_embeddings=False)
+REPORTS = partial(of_layers, tie_word_embeddings=False)
+GEMMA2 = partial(model, "gemma-2-2b", num_attention_heads=4, sliding_window=4)
 CASES = {  # the modes that are held against gpu, and what is trained
     "clipped": (OTHERS, model, {"optimizer": ADAMW, **CLIPPED}),
     "float64": (OTHERS, partial(model, dtype=torch.float64), {"optimizer": ADAMW, **CLIPPED}),
     "masters": (OTHERS, partial(model, dtype=torch.bfloat16), {"optimizer": MASTERS}),
     "dropout": (["ckpt", "slide"], partial(model, attention_dropout=0.5), {"optimizer": ADAMW}),
-    "untied": (["fsdp", "slide"], partial(model, "qwen3-untied"), {"optimizer": MOMENTUM}),
-    "gemma2": (["ckpt", "slide"], partial(model, "gemma2"), {"optimizer": SGD, **CLIPPED}),
-    "trained head": (["ckpt"], partial(frozen_but, "lm_head"), {"optimizer": ADAMW}),
-    "trained layers": (["fsdp"], partial(frozen_but, "layers"), {"optimizer": ADAMW}),
-    "some trained layers": (["slide"], partial(frozen_but, "layers.2.", "layers.4."), {"optimizer": ADAMW}),
+    "untied": (["fsdp", "slide"], UNTIED, {"optimizer": MOMENTUM}),
+    "gemma2": (["ckpt", "slide"], GEMMA2, {"optimizer": SGD, **CLIPPED}),
+    "trained head": (["ckpt"], partial(frozen, "^(?!lm_head)", UNTIED), {"optimizer": ADAMW}),
+    "trained layers": (["fsdp"], REPORTS, {"optimizer": ADAMW}),
+    "some trained layers": (["slide"], partial(frozen, r"^(?!model\.layers\.[24])", UNTIED), {"optimizer": ADAMW}),
     "the reports' setting": (["slide"], REPORTS, {"loss": "mean_square", "optimizer": SGD}),
 }
 
@@ -92,7 +87,7 @@ def test_micro_batches_add_up_to_the_batch(mode):
         assert other.loss == pytest.approx(one.loss, rel=1e-5)
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
         assert parts.evaluate(batch) == pytest.approx(whole.evaluate(batch), rel=1e-5)
-    assert_same(parts.state_dict()["model"], whole.state_dict()["model"], rel=1e-4, abs=1e-5)
+    assert_same(parts.state_dict()["model"], whole.state_dict()["model"], rtol=1e-4, atol=1e-5)
 
 
 def test_a_budget_chooses_what_is_kept_where():
@@ -212,14 +207,3 @@ def test_each_of_several_processes_has_a_gpu_of_its_own(monkeypatch):
     for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert make_trainer(one, "fsdp").device == torch.device("cuda", 1)
-
-
-def test_an_update_that_fails_is_the_error_of_a_step(monkeypatch):
-    monkeypatch.setattr(Schedule, "_update_on_host", lambda *_: 1 / 0)
-    trainer, batch = make_trainer(model(), "slide", choice=Choice(host_share=1.0)), ragged(1)[0]
-    with pytest.raises(ZeroDivisionError):
-        for _ in range(2):
-            trainer.step(batch)
-    for again in (trainer.step, trainer.evaluate):  # neither hangs
-        with pytest.raises(ZeroDivisionError):
-            again(batch)

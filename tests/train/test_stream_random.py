@@ -2,7 +2,7 @@
 same bits as plain PyTorch; on a GPU, where copies and updates are delayed by chance, the same within rounding."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 from stream_cases import assert_same_weights, in_pieces, streaming
 from stream_loops import CLIPS, adamw, evaluated, grouped, model_loss, sgd
 from stream_models import LAYERS, MODELS, ROWS, data, layers_of
-from torch import nn
+from torch import Tensor, nn
 
 from t1lib.plan.cost import Choice
 from t1lib.train.lanes import Lane
@@ -23,85 +23,60 @@ DEVICE = "cuda" if GPU else "cpu"
 OPTIMIZERS = {"adamw": partial(adamw, lr=1e-3), "sgd": sgd, "grouped": partial(grouped, make=torch.optim.SGD)}
 
 
-class Actions:
-    """What a loop does between any two lines; some give a number to compare."""
-
-    def __init__(self, draw: random.Random, model: nn.Module, optimizer: Any) -> None:
-        self._draw, self._model, self._optimizer = draw, model, optimizer
-
-    def _param(self) -> nn.Parameter:
-        return self._draw.choice(list(self._model.parameters()))
-
-    def evaluates(self) -> float:
-        return evaluated(self._model)
-
-    def looks_at_weights(self) -> float:
-        return self._param().norm().item()
-
-    def writes_weights(self) -> None:
-        with torch.no_grad():
-            self._param().mul_(0.9)
-
-    def assigns_weights(self) -> None:
-        getattr(self._optimizer, "drain", lambda: None)()
-        streamed = {*layers_of(self._model).parameters()}
-        param = self._draw.choice([param for param in self._model.parameters() if param not in streamed])
-        param.data = param.data * 0.9
-
-    def looks_at_state(self) -> float:
-        found = self._optimizer.state_dict()["state"].values()
-        each = [slots.get("exp_avg", slots.get("momentum_buffer")) for slots in found]
-        return sum(float(state.norm()) for state in each if state is not None)
-
-    def looks_at_gradients(self) -> float:
-        grad = self._param().grad
-        return -1.0 if grad is None else grad.norm().item()
-
-    def changes_gradients(self) -> None:
-        grad = self._param().grad
-        if grad is not None:
-            grad.mul_(1.5)
-
-    def drops_a_gradient(self) -> None:
-        self._param().grad = None
-
-    def drops_a_layers_gradients(self) -> None:
-        self._draw.choice(layers_of(self._model)).zero_grad()
-
-    def sets_a_gradient(self) -> None:
-        grad = self._param().grad
-        if grad is not None:
-            grad.fill_(0.1)
-
-    def changes_rates(self) -> None:
-        self._draw.choice(self._optimizer.param_groups)["lr"] *= 0.5
-
-    def loads_the_optimizer(self) -> None:
-        self._optimizer.load_state_dict(deepcopy(self._optimizer.state_dict()))
-
-    def empties_the_optimizer(self) -> None:
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": {}, "param_groups": groups})
-
-    def loads_the_model(self) -> None:
-        self._model.load_state_dict({name: value * 1.01 for name, value in self._model.state_dict().items()})
-
-    def goes_forward_in_vain(self) -> float:
-        return model_loss(self._model, data(3, rows=ROWS, device=DEVICE)[2]).item()
-
-    def waits(self) -> None:
-        if GPU:
-            torch.cuda.synchronize()
-
-    def keeps_the_device_busy(self) -> None:
-        if GPU:
-            torch.cuda._sleep(self._draw.randrange(20_000_000))  # cycles
+def a_param(draw: random.Random, model: nn.Module) -> nn.Parameter:
+    return draw.choice(list(model.parameters()))
 
 
-ACTIONS = [name for name in vars(Actions) if not name.startswith("_")]
+def assign_weights(draw: random.Random, model: nn.Module, optimizer: Any) -> None:
+    getattr(optimizer, "drain", lambda: None)()
+    streamed = {*layers_of(model).parameters()}
+    param = draw.choice([param for param in model.parameters() if param not in streamed])
+    param.data = param.data * 0.9
+
+
+def look_at_state(draw: random.Random, model: nn.Module, optimizer: Any) -> float:
+    found = optimizer.state_dict()["state"].values()
+    each = [slots.get("exp_avg", slots.get("momentum_buffer")) for slots in found]
+    return sum(float(state.norm()) for state in each if state is not None)
+
+
+def with_gradient(act: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    """Of a parameter, if it has one."""
+
+    def found(draw: random.Random, model: nn.Module, optimizer: Any) -> Any:
+        grad = a_param(draw, model).grad
+        return -1.0 if grad is None else act(grad)
+
+    return found
+
+
+def scaled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value * 1.01 for name, value in tensors.items()}
+
+
+# What a loop does between any two lines, given what draws, the model and its optimizer; a float is to be compared.
+ACTIONS: dict[str, Callable[..., Any]] = {
+    "evaluates": lambda draw, model, own: evaluated(model),
+    "looks at weights": lambda draw, model, own: a_param(draw, model).norm().item(),
+    "writes weights": torch.no_grad()(lambda draw, model, own: a_param(draw, model).mul_(0.9)),
+    "assigns weights": assign_weights,
+    "looks at state": look_at_state,
+    "looks at gradients": with_gradient(lambda grad: grad.norm().item()),
+    "changes gradients": with_gradient(lambda grad: grad.mul_(1.5)),
+    "deletes a gradient": lambda draw, model, own: delattr(a_param(draw, model), "grad"),
+    "drops a layer's gradients": lambda draw, model, own: draw.choice(layers_of(model)).zero_grad(),
+    "sets a gradient": with_gradient(lambda grad: grad.fill_(0.1)),
+    "changes rates": lambda draw, model, own: (group := draw.choice(own.param_groups)).update(lr=group["lr"] / 2),
+    "loads the optimizer": lambda draw, model, own: own.load_state_dict(deepcopy(own.state_dict())),
+    "empties the optimizer": lambda draw, model, own: own.load_state_dict({**own.state_dict(), "state": {}}),
+    "loads the model": lambda draw, model, own: model.load_state_dict(scaled(model.state_dict())),
+    "goes forward in vain": lambda draw, model, own: model_loss(model, data(3, rows=ROWS, device=DEVICE)[2]).item(),
+    "waits": lambda *_: GPU and torch.cuda.synchronize(),
+    "keeps the device busy": lambda draw, *_: GPU and torch.cuda._sleep(draw.randrange(20_000_000)),  # cycles
+}
 OF_GRADIENTS = {name for name in ACTIONS if "gradient" in name}
 # These would spoil a backward to come.
-WRITES = {"writes_weights", "assigns_weights", "loads_the_model", "loads_the_optimizer", "empties_the_optimizer"}
+WRITES = {"writes weights", "assigns weights", "loads the model", "loads the optimizer", "empties the optimizer"}
 
 
 def drawn(seed: int) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
@@ -125,9 +100,9 @@ def drawn(seed: int) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any
         between = {place: draw.sample(known, draw.choice([0, 0, 1, 2])) for place in places}
         between["forward"] = [name for name in between["forward"] if name not in WRITES]
         for place in ("forward", "zeroed"):  # where a gradient would be one to add to
-            between[place] = [name for name in between[place] if name != "sets_a_gradient"]
+            between[place] = [name for name in between[place] if name != "sets a gradient"]
         if in_backward:  # the updates have begun by then
-            between |= {place: ["keeps_the_device_busy"] for place in ("backward", "clipped")}
+            between |= {place: ["keeps the device busy"] for place in ("backward", "clipped")}
         clip = None if in_backward else draw.choice([*CLIPS])
         skipped = not in_backward and draw.random() < 0.1
         none = not accumulate or draw.random() < 0.7
@@ -137,12 +112,12 @@ def drawn(seed: int) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any
 
 def events(model: nn.Module, optimizer: Any, steps: list[dict[str, Any]], seed: int) -> Iterator[tuple[str, Any]]:
     """Train so; gives what is seen on the way."""
-    actions, batches = Actions(random.Random(seed), model, optimizer), iter(data(20, padded=True, device=DEVICE))
+    draw, batches = random.Random(seed), iter(data(20, padded=True, device=DEVICE))
 
     def acts(place: str) -> Iterator[tuple[str, Any]]:
         for name in step["between"][place]:
-            found = getattr(actions, name)()
-            yield f"{name} after {place}", 0.0 if found is None else found
+            found = ACTIONS[name](draw, model, optimizer)
+            yield f"{name} after {place}", found if isinstance(found, float) else 0.0
 
     for step in steps:
         for _ in range(step["times"]):

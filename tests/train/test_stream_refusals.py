@@ -12,12 +12,12 @@ from copies import wait_for
 from refusals import refused
 from stream_cases import assert_same_weights, going_on, streamed_with, streaming, threads, weights
 from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
-from stream_models import LAYERS, SHAPE, Blocks, adapted, blocks, changed, data, layers_of, llama, qwen3
+from stream_models import LAYERS, SHAPE, Blocks, adapted, blocks, data, frozen, layers_of, llama, made, qwen3
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.utils import parametrize
-from transformers import AutoModelForCausalLM, Gemma3nTextConfig, MixtralConfig
+from transformers import Gemma3nTextConfig, MixtralConfig
 
 from t1lib.plan.cost import Choice
 from t1lib.train import stream
@@ -108,16 +108,6 @@ def test_models_that_are_refused():
     untouched(model, lambda: streamed_with(model), "has gradients")
 
 
-def test_what_layers_return_and_take():
-    with going_on() as (model, _):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model.blocks[0], "result", lambda out: (out,))
-            refused(lambda: first_backward(model), "layer 0 returns a tuple")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model, "scale", torch.full((4, 1, 1, 1), 0.8, requires_grad=True))
-            refused(lambda: first_backward(model), "layer 0 is given")
-
-
 def test_a_budget_that_is_too_small_for_the_first_batch():
     """The model stays, and can be closed. Announced, such a batch is refused at once."""
     model = qwen3(vocab_size=8000)  # whose embedding alone takes 1 MB
@@ -144,13 +134,6 @@ def test_what_comes_too_early_for_a_plan():
         refused(lambda: model_loss(streamed, none), "(0, 7, 32)")
 
 
-def gemma_3n() -> nn.Module:
-    """Its layers are given another embedding of the tokens."""
-    own = {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
-    own |= {"laurel_rank": 4, "activation_sparsity_pattern": [0.0] * LAYERS, "pad_token_id": 0}
-    return AutoModelForCausalLM.from_config(Gemma3nTextConfig(**SHAPE, **own))
-
-
 def first_loss(model: nn.Module) -> Tensor:
     return model_loss(model, BATCHES[0])
 
@@ -159,7 +142,7 @@ def first_backward(model: nn.Module, **options: Any) -> None:
     first_loss(model).backward(**options)
 
 
-frozen_layer = partial(changed, qwen3, lambda model: layers_of(model)[0].requires_grad_(False))
+frozen_layer = partial(frozen, r"layers\.0\.", qwen3)
 
 
 def change_later(model: nn.Module, optimizer: Any, **changes: Any) -> None:
@@ -227,6 +210,11 @@ def assign(model: nn.Module, optimizer: Any, then: Callable[..., object]) -> Non
         assert_same_weights(model, before)
 
 
+def returned_tuple(model: nn.Module, optimizer: Any) -> None:
+    model.blocks[0].result = lambda out: (out,)
+    first_loss(model)
+
+
 def trained_in_frozen(model: nn.Module, optimizer: Any) -> None:
     """By a hook, without being a parameter of the layer; and nothing below it trains."""
     model.get_input_embeddings().requires_grad_(False)
@@ -273,6 +261,7 @@ ONGOING: dict[str, tuple] = {
     "converted": during(lambda m, o: first_backward(m.half()), build=llama),  # at once or in the next forward
     "unfrozen": during(lambda m, o: first_backward(m.requires_grad_(True)), "0 was unfrozen", frozen_layer),
     "trained within what is frozen": during(trained_in_frozen, "layer 0 is frozen", frozen_layer),
+    "a layer that returns a tuple": during(returned_tuple, "layer 0 returns a tuple", blocks),
     "a trained prefix": during(trained_prefix, "past_key_values"),
     "a layer that writes to its input": during(written_input, "layer 0 writes to its input"),
     # layers send off their gradients as they go, so nothing less than a whole backward is right
@@ -339,16 +328,19 @@ def test_weights_assigned_before_the_first_batch_are_refused():
         refused(lambda: first_loss(streamed), "p.copy_")
 
 
-def test_layers_whose_other_arguments_need_gradients():
-    for options in ({}, {"gpu_memory": "1GiB"}):
-        with streaming(gemma_3n(), **options) as (model, _):
-            refused(lambda: model_loss(model, BATCHES[0]), "layer 0 is given an argument that needs a gradient")
+@pytest.mark.parametrize("options", [{}, {"gpu_memory": "1GiB"}], ids=str)
+def test_layers_whose_other_arguments_need_gradients(options):
+    """They are given another embedding of the tokens."""
+    own = {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
+    own |= {"laurel_rank": 4, "activation_sparsity_pattern": [0.0] * LAYERS, "pad_token_id": 0}
+    with streaming(made(Gemma3nTextConfig(**SHAPE, **own)), **options) as (model, _):
+        refused(lambda: first_loss(model), "layer 0 is given an argument that needs a gradient")
 
 
 @pytest.mark.parametrize("name", ["output_router_logits", "output_attentions"])
 def test_a_loss_of_what_layers_record_is_refused(name):
     """Asked for in the call or in the configuration."""
-    model = AutoModelForCausalLM.from_config(MixtralConfig(**SHAPE, num_local_experts=2), attn_implementation="eager")
+    model = made(MixtralConfig(**SHAPE, num_local_experts=2), attn_implementation="eager")
     with streaming(model) as (streamed, _):
         refused(lambda: streamed(**BATCHES[0], **{name: True}), name)
         setattr(model.config, name, True)

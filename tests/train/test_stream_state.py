@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import product
 from types import FrameType
 from typing import Any
@@ -18,7 +19,7 @@ import stream_cases
 import torch
 from copies import wait_for
 from stream_cases import assert_same_state, assert_same_weights, going_on, six_steps, streaming, weights
-from stream_loops import adamw, grouped, loop, model_loss, own_clip, sgd, train
+from stream_loops import adamw, grouped, model_loss, own_clip, sgd, train
 from stream_models import blocks, data, llama, qwen3
 from torch import nn
 
@@ -27,7 +28,7 @@ from t1lib.train import activations, stream
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
-CLIPPED = loop(clip=own_clip)
+CLIPPED = partial(train, clip=own_clip)
 PLACES = [
     pytest.param({}, id="streamed"),
     pytest.param({"choice": Choice(resident=1, keep=2, host_share=0.5, grads="device")}, id="mixed"),
@@ -95,19 +96,6 @@ def test_a_closed_model_its_copy_and_the_model_streamed_again_train_on():
             optimizer.load_state_dict(copy.deepcopy(saved))
             assert CLIPPED(found, optimizer, SECOND) == expected[6:]
             assert_same_weights(found, plain)
-
-
-@pytest.mark.parametrize("assigned", [False, True])
-def test_a_master_follows_what_was_written_before_close(assigned):
-    with streaming(blocks(torch.bfloat16)) as (streamed, own):
-        train(streamed, own, FIRST[:1])
-        weight = streamed.blocks[1].up.weight
-        if assigned:
-            weight.data = torch.full_like(weight.detach(), 0.5)
-        else:
-            weight.data.fill_(0.5)
-        own.close()
-        assert bool((weight == 0.5).all() and (own.state[weight]["master"] == 0.5).all())
 
 
 def test_hooks_of_loading_are_called():

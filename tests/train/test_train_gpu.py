@@ -11,7 +11,7 @@ import torch
 from copies import wait_for
 from refusals import refused
 from stream_cases import Masters, assert_same_weights, case, compare, held_bytes, pieces, streaming, weights
-from stream_loops import adamw, loop, model_loss, own_clip, sgd, train, two_forwards
+from stream_loops import adamw, model_loss, own_clip, sgd, train, two_forwards
 from stream_models import MODELS, adapted, blocks, data, layers_of, llama, partly_used, qwen3
 from torch import nn
 
@@ -63,7 +63,7 @@ def test_bfloat16_with_masters(layout, place):
     """The reference rounds in other places, so that weights may be apart by a bit here and there."""
     build, make = partial(llama, torch.bfloat16), partial(adamw, lr=1e-3)
     options = {"usual": lambda model: Masters(make(model)), "choice": PLACES[place], **layout}
-    compare(build, make, loop(batches=BATCHES[:5], clip=own_clip), rel=1e-2, device=DEVICE, **options)
+    compare(build, make, partial(train, batches=BATCHES[:5], clip=own_clip), rel=1e-2, device=DEVICE, **options)
 
 
 def test_a_device_that_is_busy_when_buffers_are_made(monkeypatch):
