@@ -17,10 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from t1lib import signals
 from t1lib.__main__ import main
-from t1lib.errors import T1Error
 from t1lib.files import locked, read_signed, write_signed
 from t1lib.text.corpus import load_corpus
-from t1lib.text.run import TrainRun
 from t1lib.text.session import LanguageSession
 from t1lib.train import checkpoint
 from t1lib.train.checkpoint import META
@@ -133,16 +131,10 @@ def test_a_run_keeps_its_length_and_warmup_unless_told(tmp_path, command, refuse
 
 
 def test_a_trainer_that_is_refused_for_another_process_changes_nothing(a_run, refused):
-    """Not even if the other process begins only after the settings were read."""
-    before, again, usual = content(a_run), {"resume": True}, read_signed(a_run / "run.json")["options"]
+    before = content(a_run)
     with locked(a_run / ".lock", ""):
         refused("another process trains in", a_run, "--steps", "40", "--schedule", "constant", "--resume")
-    held = TrainRun(a_run, again, usual)
-    with pytest.raises(T1Error, match="another process trains in"):
-        TrainRun(a_run, again, usual)
     assert content(a_run) == before
-    held.close()
-    TrainRun(a_run, again, usual).close()
 
 
 SLOW = "import time\nprint('now', flush=True)\ntry: time.sleep(60)\nexcept BaseException: time.sleep(60)"
