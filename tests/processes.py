@@ -4,27 +4,23 @@ A worker is a script that calls `work`. Its test module uses `Outcomes` and make
 """
 
 import json
-import multiprocessing
 import os
 import random
 import socket
-import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch.distributed as dist
 from copies import python
+from torch.multiprocessing import start_processes
 
 HERE = Path(__file__).parent
 SIZES = (2, 3)
 SECONDS_A_COLLECTIVE = 30  # a collective that waits longer fails
-SECONDS_TO_END = 40  # for the other processes, once one has failed
-PORTS = 8  # for process groups that are created one after another
+PORTS: list[int] = []  # for process groups that are created one after another
 Cases = dict[str, Callable[[], None]]
 
 
@@ -48,33 +44,19 @@ def work(folder: Path, cases: Callable[[int, Path], Cases], alone: Callable[[int
     Each process writes {case: traceback, or "" if it passed}.
     """
     for size in SIZES:
-        ports = free_ports(PORTS if alone else 0)
-        if any(forked(size, partial(_run, size=size, folder=folder, cases=cases, alone=alone, ports=ports))):
-            sys.exit(1)
+        PORTS[:] = free_ports(8) if alone else []
+        start_processes(_run, (size, folder, cases, alone), size, start_method="fork")
 
 
-def forked(size: int, call: Callable[[int], None]) -> list[int]:
-    """Exit codes of `size` processes that run `call(rank)`. After a failure the others have `SECONDS_TO_END` to end."""
-    children = [multiprocessing.get_context("fork").Process(target=call, args=(rank,)) for rank in range(size)]
-    for child in children:
-        child.start()
-    patience = None
-    while running := [child for child in children if child.is_alive()]:
-        if not wait([child.sentinel for child in running], patience):
-            for child in running:
-                child.kill()
-        if any(child.exitcode for child in children):
-            patience = SECONDS_TO_END
-    return [child.exitcode for child in children]
-
-
-def _run(rank: int, size: int, folder: Path, cases: Callable, alone: Callable | None, ports: list[int]) -> None:
+def _run(rank: int, size: int, folder: Path, cases: Callable, alone: Callable | None) -> None:
     limit, store = timedelta(seconds=SECONDS_A_COLLECTIVE), folder / f"store{size}"
     dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=size, timeout=limit)
     found = {name: _outcome(case) for name, case in cases(size, folder).items()}
     dist.destroy_process_group()
     if alone is not None:
-        as_torchrun_does(rank, size, ports)
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
+        next_port()
         found |= {name: _outcome(case) for name, case in alone(size, folder).items()}
     (folder / f"{size}.{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
@@ -90,17 +72,9 @@ def free_ports(count: int) -> list[int]:
     return list(found)
 
 
-def as_torchrun_does(rank: int, size: int, ports: list[int]) -> None:
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", T1_TEST_PORTS=json.dumps(ports))
-    next_port()
-
-
 def next_port() -> None:
-    """Give the next process group a port that no earlier group has used."""
-    port, *rest = json.loads(os.environ["T1_TEST_PORTS"])
-    os.environ.update(MASTER_PORT=str(port), T1_TEST_PORTS=json.dumps(rest))
+    """Give the next process group a port that no earlier group has used, the same on all processes."""
+    os.environ["MASTER_PORT"] = str(PORTS.pop())
 
 
 def _outcome(case: Callable[[], None]) -> str:

@@ -92,9 +92,7 @@ LAYOUT = r"(?m)(?<!\\)%.*|^\\(?:documentclass|usepackage|outputtable).*|\\setlen
 
 
 def typed_numbers(source: str) -> list[str]:
-    for pattern in (LAYOUT, SILENT, KNOWN):
-        source = re.sub(pattern, " ", source)
-    return re.findall(r".*\d.*", source)
+    return re.findall(r".*\d.*", re.sub(f"{LAYOUT}|{SILENT}|{KNOWN}", " ", source))
 
 
 @pytest.mark.parametrize("report", [*latex.REPORTS, "training"])

@@ -13,7 +13,6 @@ UNREADABLE = ("2024-13-45", "!!timestamp abc", "1" * 5000, "[" * 500, "? [a]\n: 
         ("steps = 3", "steps = 3"),
         ("steps: int = 2 * 3", "2 * 3"),
         ("steps: dict = {}", "allowed: int, float"),
-        ("steps: int = 1.5", "'steps' is 1.5; it should be a valid integer"),
         ("steps: int = (", "not Python"),
         ("steps: int = -1  # ≥ 0", "'steps' is -1"),
     ],
@@ -59,8 +58,7 @@ def test_defaults_then_profile_then_command_line_in_the_declared_type(checkout):
     ("yaml", "parts"),
     [
         ("stpes: 5", ["params/smoke/demo.yaml", "'stpes'", "allowed: profile, steps, rate", "mean 'steps'"]),
-        ("steps: ten", ["'steps' is 'ten'; it should be a valid integer"]),
-        ("steps: 1.0", ["'steps' is 1.0", "integer"]),
+        ("steps: 1.0", ["'steps' is 1.0; it should be a valid integer"]),
         ("profile: 2024-01-01", ["2024, 1, 1", "string"]),
         ("- steps", ["not flat"]),
         *((f"steps: {text}", ["cannot read params/smoke/demo.yaml"]) for text in ("[", *UNREADABLE)),
@@ -82,7 +80,6 @@ def test_a_wrong_parameter_file_is_refused(checkout, yaml, parts):
     ("line", "text", "part"),
     [
         ("x: int = 1  # steps, ≥ 1", "0", "'x' is 0; it should be greater than or equal to 1"),
-        ("x: float = 1.0  # rate, > 0", ".nan", "finite number"),
         ("x: float = 1.0  # rate, > 0", ".inf", "finite number"),
         ("x: list[int] = [1]  # sizes, each ≥ 1", "[2, 0]", "[2, 0]; it should be greater than or equal to 1"),
         ("x: list[int] = [1]  # sizes, each ≥ 1", "[]", "'x' is []"),

@@ -16,6 +16,7 @@ from t1lib.measure.isolate import VariantFailed, VariantOutOfMemory
 from t1lib.measure.records import Records
 from t1lib.plan.rates import H200
 
+ON_CPU = SimpleNamespace(device=torch.device("cpu"))
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 PARAMETERS = dict(models=["tiny"], modes=["gpu", "slide"], heads=["chunked", "fused"], lengths=[64, 128, 256], seed=0)
 PARAMETERS |= dict(dtype="float32", workspace="4MiB", host="8GiB", longest=60.0, within=60.0, steps=2, warmup=1)
@@ -59,10 +60,9 @@ def run_cells(notebook: str, *names: str, **made) -> dict:
 
 def measured(vram: int = 2**30, **parameters) -> tuple[list[dict], dict[str, dict[int, str]]]:
     """Rows, and statuses by variant and length, that frontier measures with `Worker` in place of processes."""
-    made = {"p": SimpleNamespace(**PARAMETERS | parameters), "records": Records(), "machine": H200, "capacity": vram}
-    made |= {"run": SimpleNamespace(device=SimpleNamespace(type="cpu"))}
+    made = dict(p=SimpleNamespace(**PARAMETERS | parameters), records=Records(), machine=H200, run=ON_CPU)
     Worker.started = 0
-    made = run_cells("frontier", "imports", "points", **made) | {"Isolated": Worker}
+    made = run_cells("frontier", "imports", "points", **made, capacity=vram) | {"Isolated": Worker}
     rows, states = run_cells("frontier", "protocol", **made)["records"].rows, {}
     for row in rows:
         if row["metric"] == "status":
@@ -109,8 +109,8 @@ def test_what_fails_is_a_row_and_the_others_go_on(capsys, monkeypatch, error, st
 
 def test_the_point_to_try_runs_whatever_lengths_are_measured():
     """An error in a cell of which nothing is recorded would end a run that has measured all."""
-    made = {"p": SimpleNamespace(**PARAMETERS | {"lengths": [64]}), "records": Records(), "machine": H200}
-    run_cells("frontier", "imports", "points", "try", **made, run=SimpleNamespace(device=SimpleNamespace(type="cpu")))
+    p = SimpleNamespace(**PARAMETERS | {"lengths": [64]})
+    run_cells("frontier", "imports", "points", "try", p=p, records=Records(), machine=H200, run=ON_CPU)
 
 
 GIVEN = dict(
@@ -182,7 +182,6 @@ def test_cce_takes_the_model_that_convergence_trains(profile, monkeypatch):
 
 
 SIZES = dict(tokens=48, vocabulary=300, hidden=16)
-ON_CPU = SimpleNamespace(device=torch.device("cpu"))
 FULL, ALONE = Case("full"), Case("full", gradients=False)
 
 

@@ -21,13 +21,9 @@ SNIPPETS = [
 COMMANDS = re.findall(r"^(?:python -m t1lib|make) [^#\n]+", README, re.MULTILINE)
 
 
-def section(name: str) -> str:
-    return re.search(rf"^## {re.escape(name)}.*?\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)[1]
-
-
-def table(name: str) -> list[list[str]]:
-    rows = [line.strip("| ").split(" | ") for line in section(name).splitlines() if line.startswith("|")]
-    return rows[2:]
+def table(section: str) -> list[list[str]]:
+    text = re.search(rf"^## {re.escape(section)}.*?\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)[1]
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")][2:]
 
 
 @pytest.mark.parametrize("code", SNIPPETS)

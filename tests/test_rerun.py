@@ -5,6 +5,7 @@ import re
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from nbformat import v4
 
 from t1lib.measure import manifest
 from t1lib.measure.records import Records
@@ -18,7 +19,6 @@ CELLS = {
     "head": 'for step in range(2):\n    records.put("head", "", {"wall_ms": factor}, step)',
     "step": 'for step in range(p.steps):\n    records.put("slide", "step", {"wall_ms": step}, step)\n',
     "show": 'print(*(run.frame().query(f"variant == {name!r}")["value"].tolist() for name in ("slide", "head")))',
-    "finish": "run.finish()",
 }
 
 
@@ -33,13 +33,14 @@ class Notebook:
         """What the last of these cells printed, or the error that ended it."""
         for name in names:
             self._capsys.readouterr()
-            done = self.shell.run_cell(self.cells[name], store_history=True, cell_id=name if ids else None)
+            source = self.cells.get(name, "run.finish()")
+            done = self.shell.run_cell(source, store_history=True, cell_id=name if ids else None)
             error = done.error_in_exec
         told = self._capsys.readouterr().out
         return told if error is None else f"{type(error).__name__}: {error}"
 
     def everything(self, ids: bool = True) -> str:
-        return self.run(*self.cells, ids=ids)
+        return self.run(*self.cells, "finish", ids=ids)
 
     def edit(self, name: str, old: str, new: str) -> None:
         assert old in self.cells[name]
@@ -60,8 +61,8 @@ def published(checkout) -> list[tuple[str, float]]:
 
 @pytest.mark.parametrize("ids", [True, False])
 def test_cells_are_run_again_with_the_same_and_another_parameter(checkout, kernel, ids):
-    for names in (tuple(CELLS), ("parameters", "setup", "step", "head", "step", "finish"), tuple(CELLS)):
-        assert kernel.run(*names, ids=ids) == ""  # again without a change: the same
+    for names in (CELLS, ("parameters", "setup", "step", "head", "step"), CELLS):
+        assert kernel.run(*names, "finish", ids=ids) == ""  # again without a change: the same
         assert sorted(published(checkout)) == [("head", 5.0)] * 2 + [("slide", float(step)) for step in range(3)]
     kernel.edit("parameters", "steps: int = 3", "steps: int = 2")
     assert kernel.run("parameters", "step", "show", ids=ids).endswith("[0.0, 1.0] [5.0, 5.0]\n")
@@ -86,9 +87,8 @@ def test_what_is_downstream_of_a_change_is_left_out_and_refused(checkout, kernel
 
 
 def test_what_was_made_or_read_before_its_records_or_did_not_finish_is_refused(checkout, kernel):
-    del kernel.cells["finish"]
     kernel.cells |= {"table": 'run.table("main", [{"n": len(run.frame())}])', "count": "total = len(run.frame())"}
-    kernel.cells |= {"number": 'run.number("demo.n", total)', "finish": CELLS["finish"]}
+    kernel.cells["number"] = 'run.number("demo.n", total)'
     assert kernel.everything() == ""
     told = kernel.run("step", "number", "finish")
     assert "run.table(" in told and "total = len(" in told and "recorded has been made again" in told
@@ -110,7 +110,6 @@ def test_what_an_edited_cell_measured_or_made_before_is_gone(checkout, kernel, i
     kernel.cells["step"] += 'run.number("demo.old", 1)\nrun.number("demo.kept", p.scale)\nrun.table("old", [{"a": 1}])'
     kernel.cells["own"] = '(run.outdir / "traces").mkdir()\n(run.outdir / "traces" / "a.json").touch()'
     kernel.cells["figure"] = 'from matplotlib.figure import Figure\n_ = run.figure("kept", Figure())'
-    kernel.cells["finish"] = kernel.cells.pop("finish")
     kernel.everything(ids)
     kernel.edit("step", "range(p.steps)", "range(1)")
     kernel.edit("step", "old", "new")
@@ -129,8 +128,7 @@ def test_what_an_edited_cell_measured_or_made_before_is_gone(checkout, kernel, i
 
 
 def test_a_variable_of_a_later_cell_is_noticed(checkout, kernel):
-    finish, kernel.cells["later"] = kernel.cells.pop("finish"), "factor = 1000"
-    kernel.cells["finish"] = finish
+    kernel.cells["later"] = "factor = 1000"
     kernel.everything()
     assert "factor is that of another cell now" in kernel.run("head", "finish")
     assert kernel.run("sizes", "head", "finish") == ""
@@ -155,7 +153,6 @@ def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout,
     kernel.cells = {"parameters": PARAMETERS, "setup": SETUP, "factors": "low, high = 10 * p.scale, 20 * p.scale"}
     for name, value in (("a", "low"), ("b", "high")):
         kernel.cells[name] = f"runs = p.steps\nrecords.put('{name}', '', {{'wall_ms': {value}}}, runs)"
-    kernel.cells["finish"] = CELLS["finish"]
     numbers, ran = {str(number): name for number, name in enumerate(kernel.cells, start=1)}, []
     assert kernel.everything() == ""
     kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")
@@ -186,7 +183,7 @@ def test_what_another_cell_uses_is_followed(checkout, kernel, maker, user):
     kind = "class Kind:\n    def go(self):\n        return factors[0]\nkind = Kind()\n"
     kind += "import functools\nways = {'lambda': lambda: factors[0], 'partial': functools.partial(kind.go)}"
     kernel.cells = {"parameters": PARAMETERS, "setup": SETUP, "kind": kind, "maker": maker}
-    kernel.cells |= {"user": f"{user}\nrecords.put('a', '', {{'wall': found}})", "finish": CELLS["finish"]}
+    kernel.cells["user"] = f"{user}\nrecords.put('a', '', {{'wall': found}})"
     kernel.everything()
     assert published(checkout) == [("a", 0.5)]
     kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")
@@ -196,17 +193,15 @@ def test_what_another_cell_uses_is_followed(checkout, kernel, maker, user):
 
 
 def save(checkout, cells: dict[str, str]) -> None:
-    """The notebook's file has these cells and an empty one, by their ids, as JupyterLab saves it."""
-    between = [name for name in cells if name not in ("parameters", "setup", "finish")]
-    path = checkout.add("demo", *map(cells.get, between), " ", parameters=PARAMETERS, yaml="profile: smoke\n")
-    saved = json.loads(path.read_text())
-    for cell, name in zip(saved["cells"], ["parameters", "setup", *between, "empty", "finish"], strict=True):
-        cell["id"] = name
-    path.write_text(json.dumps(saved))
+    """The notebook's file has these cells, an empty one and the last, by their ids, as JupyterLab saves it."""
+    saved = {**cells, "empty": " ", "finish": "run.finish()"}
+    notebook = v4.new_notebook(cells=[v4.new_code_cell(source, id=name) for name, source in saved.items()])
+    notebook.cells[0].metadata["tags"] = ["parameters"]
+    (checkout.root / "notebooks" / "demo.ipynb").write_text(json.dumps(notebook))
 
 
 def test_a_cell_sees_what_those_above_it_recorded_and_all_may_run_again(checkout, kernel):
-    last = {name: kernel.cells.pop(name) for name in ("step", "show", "finish")}
+    last = {name: kernel.cells.pop(name) for name in ("step", "show")}
     kernel.cells |= {"early": 'run.number("demo.n", len(run.frame()))', **last}
     save(checkout, kernel.cells)
     for _ in range(2):
@@ -218,7 +213,7 @@ def test_a_cell_sees_what_those_above_it_recorded_and_all_may_run_again(checkout
 def test_an_edit_of_the_notebook_that_cannot_be_read_does_not_end_its_run(checkout, kernel):
     save(checkout, CELLS)
     path = checkout.root / "notebooks" / "demo.ipynb"
-    assert kernel.run(*list(CELLS)[:-2]) == ""
+    assert kernel.run(*list(CELLS)[:-1]) == ""
     path.write_text(path.read_text()[:200])
     assert kernel.run("show", "finish") == ""
     assert len(published(checkout)) == 5
