@@ -16,6 +16,7 @@ from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, Trace
 from t1lib.train import MODES, make_trainer
 from t1lib.train.fsdp import FsdpTrainer
+from t1lib.train.schedule import Schedule
 
 ADAMW, SGD, MOMENTUM = (OPTIMIZERS[name] for name in ("adamw", "sgd", "momentum"))
 MASTERS = OptimizerSpec("adamw", lr=1e-2)
@@ -207,3 +208,14 @@ def test_each_of_several_processes_has_a_gpu_of_its_own(monkeypatch):
     for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert make_trainer(one, "fsdp").device == torch.device("cuda", 1)
+
+
+def test_an_update_that_fails_is_the_error_of_a_step(monkeypatch):
+    monkeypatch.setattr(Schedule, "_update_on_host", lambda *_: 1 / 0)
+    trainer, batch = make_trainer(model(), "slide", choice=Choice(host_share=1.0)), ragged(1)[0]
+    with pytest.raises(ZeroDivisionError):
+        for _ in range(2):
+            trainer.step(batch)
+    for again in (trainer.step, trainer.evaluate):  # neither hangs
+        with pytest.raises(ZeroDivisionError):
+            again(batch)
