@@ -7,7 +7,7 @@ import torch
 
 from t1lib.optimizers import Precision
 from t1lib.train.adamw import BLOCK, adamw_
-from t1lib.train.update import join, new_state
+from t1lib.train.update import join, new_state, split
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 SPLIT, SHORT = {"masters": "split"}, {"moments": "bfloat16"}
@@ -96,3 +96,11 @@ def test_a_zero_beside_a_negative_remainder_trains_and_nan_stays_nan():
     adamw_(weight, grad, state, given, 1)
     assert (weight[0::4] < 0).all() and (weight[1::4] < 0).all() and weight[2::4].isnan().all()
     assert not join(weight, state["low"])[3::4].isnan().any()
+
+
+def test_a_master_survives_being_split():
+    torch.manual_seed(0)
+    master = torch.cat([torch.randn(999), torch.tensor([0.0, -0.0, torch.inf, 1.0 + 2**-8, 1.0 - 2**-9])])
+    weight, low = torch.empty(master.shape, dtype=torch.bfloat16), torch.empty(master.shape, dtype=torch.int16)
+    split(master.clone(), weight, low)
+    assert torch.equal(join(weight, low), master)

@@ -52,6 +52,7 @@ class Blocks(nn.Module):
         self.blocks = nn.ModuleList(Block(hidden, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, VOCABULARY)
+        self.scale: Any = 0.8
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
         length = input_ids.shape[1]
@@ -60,7 +61,7 @@ class Blocks(nn.Module):
             mask = mask & attention_mask[:, None, None, :].bool() | torch.eye(length, device=mask.device).bool()
         hidden = self.embed(input_ids)
         for block in self.blocks:
-            hidden = block(hidden, mask, scale=0.8)
+            hidden = block(hidden, mask, scale=self.scale)
         logits = self.head(self.norm(hidden))
         return SimpleNamespace(logits=logits, loss=None if labels is None else cross_entropy(logits, labels))
 

@@ -64,6 +64,7 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "looks at gradients": with_gradient(lambda grad: grad.norm().item()),
     "changes gradients": with_gradient(lambda grad: grad.mul_(1.5)),
     "deletes a gradient": lambda draw, model, own: delattr(a_param(draw, model), "grad"),
+    "drops a gradient": lambda draw, model, own: setattr(a_param(draw, model), "grad", None),
     "drops a layer's gradients": lambda draw, model, own: draw.choice(layers_of(model)).zero_grad(),
     "sets a gradient": with_gradient(lambda grad: grad.fill_(0.1)),
     "changes rates": lambda draw, model, own: (group := draw.choice(own.param_groups)).update(lr=group["lr"] / 2),

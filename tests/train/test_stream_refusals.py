@@ -108,6 +108,16 @@ def test_models_that_are_refused():
     untouched(model, lambda: streamed_with(model), "has gradients")
 
 
+def test_what_layers_return_and_take():
+    with going_on() as (model, _):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model.blocks[0], "result", lambda out: (out,))
+            refused(lambda: first_backward(model), "layer 0 returns a tuple")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "scale", torch.full((4, 1, 1, 1), 0.8, requires_grad=True))
+            refused(lambda: first_backward(model), "layer 0 is given")
+
+
 def test_a_budget_that_is_too_small_for_the_first_batch():
     """The model stays, and can be closed. Announced, such a batch is refused at once."""
     model = qwen3(vocab_size=8000)  # whose embedding alone takes 1 MB
@@ -210,11 +220,6 @@ def assign(model: nn.Module, optimizer: Any, then: Callable[..., object]) -> Non
         assert_same_weights(model, before)
 
 
-def returned_tuple(model: nn.Module, optimizer: Any) -> None:
-    model.blocks[0].result = lambda out: (out,)
-    first_loss(model)
-
-
 def trained_in_frozen(model: nn.Module, optimizer: Any) -> None:
     """By a hook, without being a parameter of the layer; and nothing below it trains."""
     model.get_input_embeddings().requires_grad_(False)
@@ -261,7 +266,6 @@ ONGOING: dict[str, tuple] = {
     "converted": during(lambda m, o: first_backward(m.half()), build=llama),  # at once or in the next forward
     "unfrozen": during(lambda m, o: first_backward(m.requires_grad_(True)), "0 was unfrozen", frozen_layer),
     "trained within what is frozen": during(trained_in_frozen, "layer 0 is frozen", frozen_layer),
-    "a layer that returns a tuple": during(returned_tuple, "layer 0 returns a tuple", blocks),
     "a trained prefix": during(trained_prefix, "past_key_values"),
     "a layer that writes to its input": during(written_input, "layer 0 writes to its input"),
     # layers send off their gradients as they go, so nothing less than a whole backward is right
