@@ -27,6 +27,7 @@ FREQUENT_FROM = 4  # tokens: targets that have as many or more count as frequent
 BLOCK = 1024  # columns per step in kernels where a program handles one row
 STAGES = 4  # pipeline stages of the kernels of `hopper` and `tail`, 48 KiB of shared memory each
 CACHED = 10 * 2**20  # bytes of hidden states that stay in a 50 MB L2 cache while the weight streams through it
+TOGETHER = 16, 4  # row blocks of dE, and at least so many column blocks of dW, go through the vocabulary together
 
 
 def allocate(device: torch.device, buffers: dict[str, Buffer]) -> dict[str, Tensor]:
@@ -223,13 +224,16 @@ class Pass:
         whole = z if sums is None else self.z
         pieces = 1 if dw is None else dw.element_size()
         narrow = 0 < self.hidden % n <= n // 2
+        across = max(ceil(self.hidden, n) - narrow, 1)
+        together = max(CACHED // (self.size * n * self.x.element_size()), TOGETHER[1])
         w_end, x_end = (tile(matrix if narrow else None, k, n // 2) for matrix in (self.o.w, self.x))
         self.launch(
             products.products, units, z=tile(z, m, k), zt=tile(whole, k, m), w=tile(self.o.w, k, n), w_end=w_end,
             x=tile(self.x, k, n), x_end=x_end, de=tile(de, m, n // 4), dw=tile(dw, m, n // pieces),
             frequent_sums=tile(sums, m, n // 4), even_sum=even_sum, first=first, held=z.shape[1],
             z_width=whole.shape[1], ENDS=1 + narrow, ADD_DE=first > 0, ADD_DW=self.start > 0, PIECES_DE=4,
-            PIECES_DW=pieces, PROGRAMS=next_power_of_2(units), num_warps=warps, num_stages=stages,
+            PIECES_DW=pieces, PROGRAMS=next_power_of_2(units), group_de=evenly(ceil(self.size, m), TOGETHER[0]),
+            group_dw=evenly(across, together), num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
     def add_bias(self, z: Tensor, first: int, factor: Tensor | None = None) -> None:
@@ -249,6 +253,11 @@ class Pass:
         if dw:
             grid, number = (len(self.place), ceil(self.hidden, 64)), self.frequent_number
             self.launch(kernel, *grid, number=number, HEIGHT=32, BLOCK=64, num_warps=1)
+
+
+def evenly(blocks: int, most: int) -> int:
+    """The blocks of a group, if all are divided into as few groups of at most so many as there can be."""
+    return ceil(blocks, ceil(blocks, most))
 
 
 def sum_rows(out: Tensor, x: Tensor, number: Tensor, start: int, size: int, factor: Tensor | None) -> None:

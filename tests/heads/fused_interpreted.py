@@ -50,13 +50,13 @@ def test_calls_drawn_by_chance(first):
     every_head.test_calls_drawn_by_chance(first, "fused", (24, 150, 40))
 
 
-@slow
-@pytest.mark.parametrize("units, group", [(1, 1), (5, 2), (40, 8)])
-def test_work_is_dealt_to_any_number_of_programs_in_groups_of_row_blocks(units, group, monkeypatch):
-    """There are three blocks of 16 rows, so the last group may be smaller."""
+@pytest.mark.parametrize("units, group", [(5, 2), *slowly([(1, 1), (40, 8)])])
+def test_work_is_dealt_to_any_number_of_programs_in_groups_of_blocks(units, group, monkeypatch):
+    """Three blocks of 16 rows, and of columns three and half a one: the last group may be smaller."""
     monkeypatch.setattr(fused_plan, "device_of", lambda _: fused_plan.Device("interpreter", units))
     monkeypatch.setattr(fused_launch, "CACHED", group * 16 * 16 * 4)
-    p = single(40, 70, 40)  # a whole tile of columns, and half a one
+    monkeypatch.setattr(fused_launch, "TOGETHER", (group, group))
+    p = single(40, 70, 104)
     agrees(p, own={"chunks": 1}, **options("weighted smoothing", p))
 
 

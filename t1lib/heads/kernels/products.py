@@ -15,7 +15,7 @@ def counted(which, every, pid):
 @triton.jit(do_not_specialize=tiles.VARYING)
 def products(
     z, zt, w, x, w_end, x_end, de, dw, frequent_sums, frequent_number, even_sum, class_weight,
-    number, start, size, capacity, hidden, vocab, first, held, beyond, z_width, x_rows, parts,
+    number, start, size, capacity, hidden, vocab, first, held, beyond, z_width, x_rows, parts, group_de, group_dw,
     z_stride, w_stride, x_stride, de_stride, dw_stride, frequent_sums_stride,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ENDS: tl.constexpr, ADD_DE: tl.constexpr, ADD_DW: tl.constexpr,
     PIECES_DE: tl.constexpr, PIECES_DW: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
@@ -25,6 +25,7 @@ def products(
     z (capacity, held): columns of w's rows from `first` on. zt (capacity, z_width): z in the transposed product's
     tiles; from column `beyond` on copies of the frequent targets' columns, for frequent_sums instead of dW.
     de (parts · capacity, hidden) float32: one sum for each of `parts` ranges of columns. dw (vocab, hidden).
+    group_de row blocks of dE, and group_dw column blocks of dW, go through all columns and all rows together.
     even_sum: dw −= c ⊗ even_sum (label smoothing); c is 1 without class weights.
     ENDS: 2 if the last columns come in tiles of N / 2, as w_end and x_end are w and x; PROGRAMS: no power of 2 less."""
     pid = tl.program_id(0)
@@ -42,8 +43,8 @@ def products(
             wide = across if end == 0 else 1
             units = blocks * wide * parts
             for unit in range((pid + grid - dealt) % grid, units, grid):
-                n = end * across * N + unit % wide * N
-                m = unit // wide % blocks
+                m, n = tiles.grouped(unit % (blocks * wide), blocks, wide, group_de)
+                n = (end * across + n) * N
                 part = unit // (wide * blocks)
                 acc = tl.zeros([M, N // (end + 1)], tl.float32)
                 for k in range(part * unit_steps, tl.minimum((part + 1) * unit_steps, steps)):
@@ -78,8 +79,8 @@ def products(
                 for i in tl.range(0, mine + tl.cdiv(tl.maximum(down * wide - ahead - turn, 0), grid), flatten=True):
                     early = tl.where(i < low, place + i * idle, low * idle + idlest_place + (i - low) * idlest)
                     tile = tl.where(i < mine, early, ahead + turn + (i - mine) * grid)
-                    v = tile // wide * M
-                    n = end * across * N + tile % wide * N
+                    n, v = tiles.grouped(tile, wide, down, group_dw)
+                    n, v = (end * across + n) * N, v * M
                     acc = tl.zeros([M, N // (end + 1)], tl.float32)
                     for k in range(0, inner):
                         a = tiles.load_tile(zt, k * K, column + v, capacity, z_width, z_stride, K, M)
