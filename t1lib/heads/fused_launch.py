@@ -68,14 +68,13 @@ class Pass:
         self.tiles, self.tma = TILES[o.device.kind, o.w.element_size()], o.device.kind == "hopper"
         missing = "z", "marks", "de", "frequent_sums", "frequent", "frequent_number", "slot", "even_vector"
         matrices = dict.fromkeys(missing) | allocate(device, layout) | {"w": o.w, "dw": self.dw}  # some are found later
-        beyond, copied, x_rows = up(o.opts.vocab, WHOLE), matrices["frequent_sums"] is not None, len(matrices["x"])
+        beyond, copied = up(o.opts.vocab, WHOLE), matrices["frequent_sums"] is not None
         matrices["columns"] = matrices["z"][:, beyond:] if kind == "early" and copied else None
         self.known.update(matrices | {f"{n}_stride": 0 if m is None else m.stride(0) for n, m in matrices.items()})
         self.known.update(
             e=o.e, e_row=o.e.stride(0), e_column=o.e.stride(1), bias=o.b, class_weight=o.opts.local_class_weight,
             tokens=len(o.opts.target), start=0, beyond=beyond, capacity=self.plan.capacity, hidden=o.shape.hidden,
-            above=x_rows - self.plan.capacity,  # rows of scaled copies; the packed hidden states come below them
-            vocab=o.opts.vocab, x_rows=x_rows, parts=self.plan.parts, softcap=s.softcap, z_loss=s.z_loss or None,
+            vocab=o.opts.vocab, parts=self.plan.parts, softcap=s.softcap, z_loss=s.z_loss or None,
             filter_eps=s.filter_eps, M=self.tiles.m, N=self.tiles.n, K=self.tiles.k, SCALED=kind == "early",
             EVEN_SHARE=bool(s.label_smoothing), PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= LARGE,
             BLOCK=BLOCK, PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
@@ -201,7 +200,7 @@ class Pass:
     ) -> None:
         """z ← exponentials or gradients (`gradient`) of the logits of the columns from `first` on; None: sums alone,
         over one of `every` columns."""
-        o, t, x = self.o, self.tiles, self.x[self.above :]
+        o, t, x = self.o, self.tiles, self.x
         w, vocab = o.w[::every], ceil(o.opts.vocab, every)
         splits = 1 if gradient else min(self.splits, ceil(vocab, t.n))
         flags = logits.Flags(gradient, redo, self.PRECISE, self.EVEN_SHARE, vocab % t.n != 0)

@@ -113,7 +113,7 @@ class Buffer(NamedTuple):
 def layout(shape: Shape, plan: Plan, early: bool) -> dict[str, Buffer]:
     """The buffers of a plan. `early`: of gradients in the forward, whose factors are applied after the exponentials."""
     rows, hidden, narrow, scaled = plan.capacity, shape.hidden, shape.compute, early and shape.dw
-    found = {"x": Buffer((1 + scaled) * rows, hidden, narrow), "sums": Buffer(3 * plan.splits, rows)}
+    found = {"x": Buffer(rows, hidden, narrow), "sums": Buffer(3 * plan.splits, rows)}
     found |= {"packed_target": Buffer(1, rows, torch.int32), "flag": Buffer(1, rows, torch.int32)}
     frequent = min(FREQUENT, shape.tokens) * scaled
     if plan.columns:
@@ -144,7 +144,7 @@ def copies(tensors: Tensors, compute: torch.dtype, rows: int) -> int:
 def early_from(tokens: int, vocab: int, hidden: int, itemsize: int, cuda: bool) -> int:
     """Bytes of workspace, without copies, from which on gradients are computed in the forward: two row blocks fit. With
     less, recomputing the logits costs less than many small chunks. Plain arithmetic, which the compiler can follow."""
-    row = (vocab + 2 * hidden + FREQUENT) * itemsize + 4 * hidden
+    row = (vocab + hidden + FREQUENT) * itemsize + 4 * hidden
     fixed = TOKEN_BYTES * tokens + FREQUENT * 4 * hidden + CLASS_BYTES * vocab + SLACK
     return (256 if cuda else 64) * row + fixed
 

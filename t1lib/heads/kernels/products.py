@@ -15,7 +15,7 @@ def counted(which, every, pid):
 @triton.jit(do_not_specialize=tiles.VARYING)
 def products(
     z, zt, w, x, w_end, x_end, de, dw, frequent_sums, frequent_number, even_sum, class_weight,
-    number, start, size, capacity, hidden, vocab, first, held, beyond, z_width, x_rows, parts, group_de, group_dw,
+    number, start, size, capacity, hidden, vocab, first, held, beyond, z_width, parts, group_de, group_dw,
     z_stride, w_stride, x_stride, de_stride, dw_stride, frequent_sums_stride,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ENDS: tl.constexpr, ADD_DE: tl.constexpr, ADD_DW: tl.constexpr,
     PIECES_DE: tl.constexpr, PIECES_DW: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
@@ -85,7 +85,7 @@ def products(
                     for k in range(0, inner):
                         a = tiles.load_tile(zt, k * K, column + v, capacity, z_width, z_stride, K, M)
                         b = x if end == 0 else x_end
-                        b = tiles.load_tile(b, k * K, n, x_rows, hidden, x_stride, K, N // (end + 1))
+                        b = tiles.load_tile(b, k * K, n, capacity, hidden, x_stride, K, N // (end + 1))
                         acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
                     if even_sum is not None and not extra:
                         d = n + tl.arange(0, N // (end + 1))

@@ -79,10 +79,10 @@ def fill_rows(
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def pack(
-    e, x, order, target, packed_target, flag, number, start, size, hidden, above, e_row, e_column, x_stride,
+    e, x, order, target, packed_target, flag, number, start, size, hidden, e_row, e_column, x_stride,
     M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program per row: x[above + i] ← the token's hidden state, zero where no token is; packed_target ← its target,
+    """Program per row: x[i] ← the token's hidden state, zero where no token is; packed_target ← its target,
     else −1; and flag ← 0 for each block of M rows."""
     i = tl.program_id(0)
     live = i < tiles.live_rows(number, start, size)
@@ -92,7 +92,7 @@ def pack(
         inside = d < hidden
         at = e + token * e_row + d.to(tl.int64) * e_column
         value = tl.load(at, mask=inside & live, other=0.0).to(x.dtype.element_ty)
-        tl.store(x + (above + i).to(tl.int64) * x_stride + d, value, mask=inside)
+        tl.store(x + i.to(tl.int64) * x_stride + d, value, mask=inside)
     tl.store(packed_target + i, tl.load(target + start + i, mask=live, other=-1))
     tl.store(flag + i // M, 0, mask=i % M == 0)
 
@@ -127,14 +127,14 @@ def finish_rows(
 @triton.jit(do_not_specialize=tiles.VARYING)
 def scale_rows(
     z, x, row, packed_target, frequent, frequent_number, columns,
-    number, tokens, start, size, capacity, hidden, z_stride, x_stride, columns_stride, softcap, z_loss,
+    number, tokens, start, size, hidden, z_stride, x_stride, columns_stride, softcap, z_loss,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program per row of a chunk of exponentials: the factors that turn them into gradients.
     With s = A / Σ 2^(z2 − offset), row i of dL/dz is s · z[i] except at its target, where it is
     τ = slope · (A (p_y − 1) + A − B). The target's entry of z becomes 0: neither cancellation nor the rounding of s
-    touches τ. For dW the rows of x, from `capacity` on, are scaled by s into its first rows, and z's columns of the
-    frequent targets are copied into columns, 0 at a row's own target. Rows up to the next whole tile become 0."""
+    touches τ. For dW the rows of x are scaled by s, and z's columns of the frequent targets are copied into columns, 0
+    at a row's own target. Rows up to the next whole tile become 0."""
     i = tl.program_id(0)
     live = i < tiles.live_rows(number, start, size)
     here = row + start + i
@@ -158,9 +158,9 @@ def scale_rows(
     if columns is not None:
         for begin in range(0, hidden, BLOCK):
             d = begin + tl.arange(0, BLOCK)
-            value = tl.load(x + (capacity + i).to(tl.int64) * x_stride + d, mask=d < hidden, other=0.0)
-            value = (value.to(tl.float32) * scale).to(x.dtype.element_ty)
-            tl.store(x + i.to(tl.int64) * x_stride + d, value, mask=d < hidden)
+            at = x + i.to(tl.int64) * x_stride + d
+            value = tl.load(at, mask=d < hidden, other=0.0).to(tl.float32) * scale
+            tl.store(at, value.to(x.dtype.element_ty), mask=d < hidden)
         count = tl.load(frequent_number)
         for begin in range(0, count, BLOCK):
             h = begin + tl.arange(0, BLOCK)

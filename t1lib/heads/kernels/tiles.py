@@ -5,8 +5,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# No kernel of its own for each of their values
-VARYING = ("tokens", "start", "size", "group", "group_de", "group_dw", "splits", "parts", "above")
+VARYING = ("tokens", "start", "size", "group", "group_de", "group_dw", "splits", "parts")  # no kernel for each value
 LARGE = 64.0  # softcap from which on tanh(z / softcap) must be right to its last digits, because they are multiplied
 
 # Of a token: z2 of its target; offset of its exponentials 2^(z2 − offset), log2 of their sum (its log-sum-exp is ln 2 ·
