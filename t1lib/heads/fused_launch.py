@@ -204,7 +204,7 @@ class Pass:
         w, vocab = o.w[::every], ceil(o.opts.vocab, every)
         splits = 1 if gradient else min(self.splits, ceil(vocab, t.n))
         flags = logits.Flags(gradient, redo, self.PRECISE, self.EVEN_SHARE, vocab % t.n != 0)
-        group = max(1, CACHED // (t.m * self.hidden * w.element_size()))
+        group = evenly(ceil(self.size, t.m), max(1, CACHED // (t.m * self.hidden * w.element_size())))
         given = dict(vocab=vocab, first=first, held=vocab if z is None else z.shape[1], group=group)
         given |= dict(splits=splits, FLAGS=flags)
         grid = o.device.units if gradient else ceil(self.size, t.m) * splits
