@@ -1,6 +1,6 @@
 """Head `fused`: the kernels' launches, for the chunk of tokens at hand."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -186,9 +186,21 @@ class Pass:
             per_class = even_sum.new_ones(len(sums)) if weight is None else weight[self.frequent.long()]
             torch.outer(-per_class, even_sum, out=sums)
 
-    def launch(self, kernel: Any, *grid: int, **given: Any) -> None:
+    def launch(self, kernel: Any, *grid: int, **given: Any) -> Callable[[int], None]:
+        """Returns what launches it again, for another `first` that compiles to the same: without Triton's look at all
+        arguments, and new descriptors, which take the host longer than a small chunk takes the device."""
         known = self.known
-        kernel[grid](**{name: known[name] for name in kernel.arg_names if name not in given}, **given)
+        arguments = {name: given.pop(name) if name in given else known[name] for name in kernel.arg_names}
+        compiled = kernel[grid](**arguments, **given)
+
+        def again(first: int) -> None:
+            arguments["first"] = first
+            if compiled is None:  # by Triton's interpreter
+                kernel[grid](**arguments, **given)
+            else:
+                compiled[(*grid, 1, 1)[:3]](*arguments.values())
+
+        return again
 
     def _tile(self, matrix: Tensor | None, height: int, width: int) -> Any:
         """The kernel argument for a matrix: a descriptor of its tiles with TMA, else the tensor, as a pointer."""
@@ -197,7 +209,7 @@ class Pass:
 
     def logits(
         self, z: Tensor | None, first: int = 0, *, gradient: bool = False, redo: bool = False, every: int = 1
-    ) -> None:
+    ) -> Callable[[int], None]:
         """z ← exponentials or gradients (`gradient`) of the logits of the columns from `first` on; None: sums alone,
         over one of `every` columns."""
         o, t, x = self.o, self.tiles, self.x
@@ -210,12 +222,12 @@ class Pass:
         grid = o.device.units if gradient else ceil(self.size, t.m) * splits
         if hopper is not None and self.tma and aligned(w) and w.element_size() == 2:
             out = dict(z=None, marks=None) if z is None else dict(z=boxes(z, 64))
-            self.launch(hopper.logits, grid, x=boxes(x, 64), w=boxes(w, t.n), **out, **given, S=STAGES, num_warps=4)
-        else:
-            tiles = dict(x=self._tile(x, t.m, t.k), w=self._tile(w, t.n, t.k), z=self._tile(z, t.m, t.n))
-            self.launch(logits.logits, grid, **tiles, **given, num_warps=t.warps, num_stages=t.stages)
+            given |= dict(x=boxes(x, 64), w=boxes(w, t.n), S=STAGES)
+            return self.launch(hopper.logits, grid, **out, **given, num_warps=4)
+        tiles = dict(x=self._tile(x, t.m, t.k), w=self._tile(w, t.n, t.k), z=self._tile(z, t.m, t.n))
+        return self.launch(logits.logits, grid, **tiles, **given, num_warps=t.warps, num_stages=t.stages)
 
-    def products(self, z: Tensor, first: int, even_sum: Tensor | None = None) -> None:
+    def products(self, z: Tensor, first: int, even_sum: Tensor | None = None) -> Callable[[int], None]:
         """dE's partial sums and dW from z, whose columns are w's rows from `first` on; frequent targets' rows from the
         copies beyond them. The first chunk writes dW, less label smoothing's even share, the others add to it."""
         (m, n, k, warps, _, stages), tile, units = self.tiles, self._tile, self.o.device.units
@@ -226,7 +238,7 @@ class Pass:
         across = max(ceil(self.hidden, n) - narrow, 1)
         together = max(CACHED // (self.size * n * self.x.element_size()), TOGETHER[1])
         w_end, x_end = (tile(matrix if narrow else None, k, n // 2) for matrix in (self.o.w, self.x))
-        self.launch(
+        return self.launch(
             products.products, units, z=tile(z, m, k), zt=tile(whole, k, m), w=tile(self.o.w, k, n), w_end=w_end,
             x=tile(self.x, k, n), x_end=x_end, de=tile(de, m, n // 4), dw=tile(dw, m, n // pieces),
             frequent_sums=tile(sums, m, n // 4), even_sum=even_sum, first=first, held=z.shape[1],

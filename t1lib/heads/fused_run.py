@@ -93,9 +93,13 @@ def late(o: Operands, lse: Tensor, upstream: Tensor) -> tuple[Tensor | None, ...
     if z_loss:
         c.fields["softmax"] += 2.0 * z_loss * LN2.value * (lse[0] + lse[1]) * c.fields["token"]
     for _ in c.each():
+        launches = ()
         for first in range(0, vocab, c.plan.columns):
             z = c.z[:, : min(c.plan.columns, vocab - first)]
-            c.logits(z, first, gradient=True)
-            c.products(z, first)
+            if first > c.plan.columns and z.shape[1] == c.plan.columns:
+                for again in launches:
+                    again(first)
+            else:  # the first range, to whose dE the others add; the second; and the last, which may be narrower
+                launches = c.logits(z, first, gradient=True), c.products(z, first)
             c.add_bias(z, first)
     return c.gradients()

@@ -88,7 +88,7 @@ def test_numbers_that_are_none():
 
 
 def test_the_least_workspace_makes_the_gradients_in_the_backward():
-    p = single(20, 40, 16)
+    p = single(20, 150, 16)  # five ranges of columns
     least = least_of(partial(run, p))
     e, w, b = (t.detach().requires_grad_() for t in (p.e, p.w, p.b))
     loss = linear_cross_entropy(e, w, p.target, head="fused", linear_bias=b, workspace=least)
