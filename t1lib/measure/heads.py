@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,14 +65,14 @@ class HeadBench:
     """Hidden states e (N, D), weight w (V, D) and targets y (N), made as `operands` says, and measurements of any case
     on them. reference: dtype of the reference for errors, float64, or float32 (without TF32) where that is too slow"""
 
+    lead = cached_property(lambda self: LeadIn(self.device))  # made for the first time that is measured
+
     def __init__(
         self, *, tokens: int, vocabulary: int, hidden: int, dtype: str, device: str | torch.device,
         data: str = "flat", path: str | None = None, seed: int = 0, reference: str = "float64",
     ) -> None:  # fmt: skip
         self.device, self.dtype = torch.device(device), getattr(torch, dtype)
         self.wide = getattr(torch, choose("reference", reference, ("float64", "float32")))
-        self.lead = LeadIn(self.device)
-        self.before = held_before(self.device, self.dtype)
         self.e, self.w, self.y = operands(data, (tokens, vocabulary, hidden), self.dtype, self.device, seed, path)
         sizes = {"tokens": len(self.e), "vocabulary": len(self.w)}
         uniform = {name: torch.rand(size, generator=torch.Generator().manual_seed(7)) for name, size in sizes.items()}
@@ -154,8 +154,7 @@ class HeadBench:
 
     def memory(self, case: Case) -> dict[str, int]:
         """Bytes of a second call: `workspace`, its peak beyond the inputs and the gradients that must exist; `kept`,
-        what stays allocated between forward and backward; `left`, what else the process holds and did not hold before
-        its first bench, such as what the first call left behind."""
+        what stays allocated between forward and backward; `beside`, what the process held beside the inputs before."""
         self.forget()
         self.result(case)
         call = self.call(case)
@@ -168,7 +167,7 @@ class HeadBench:
                 call.backward(loss)
             peak = max(peak, backward.peak - backward.baseline + kept)
         must = sum(t.nbytes for t in call.inputs if t.requires_grad)
-        return {"workspace": peak - must, "kept": kept, "left": forward.baseline - self.before - inputs}
+        return {"workspace": peak - must, "kept": kept, "beside": forward.baseline - inputs}
 
     def chunk_tokens(self, case: Case) -> int:
         """Tokens in a chunk of a case that sets `chunks`; the kernels of `fused` round up to whole tiles of rows."""
@@ -220,15 +219,26 @@ class HeadBench:
 
 
 class Workspaces:
-    """Workspaces of one method on one shape after another, in a process that measures nothing else."""
+    """Workspaces of one method on one shape after another, in a process that measures nothing else. setting: what a
+    `HeadBench` of any of these shapes is given"""
 
-    def measure(self, cases: list[Case], **given: Any) -> list[int | str]:
-        """Bytes of each case, or its status, on a `HeadBench`. Whatever the process holds beyond cuBLAS's own
-        workspaces counts, what an earlier call or shape left behind, too."""
+    def __init__(self, **setting: Any) -> None:
+        self.setting, self.before = setting, 0  # on a CPU the profiler sees only what is new
+        device, dtype = torch.device(setting["device"]), getattr(torch, setting["dtype"])
+        if device.type == "cuda":
+            a = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
+            (a @ a).sum().backward()  # a workspace of cuBLAS for this thread, and one for that which runs backwards
+            del a
+            torch.cuda.synchronize(device)
+            self.before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+
+    def measure(self, cases: list[Case], **sizes: int) -> list[int | str]:
+        """Bytes of each case, or its status. Whatever the process holds beyond cuBLAS's own workspaces counts, what an
+        earlier call or shape left behind, too."""
         gc.collect()
-        bench = HeadBench(**given)
+        bench = HeadBench(**self.setting, **sizes)
         found = [attempt(partial(bench.memory, case), case.method in PEERS) for case in cases]
-        return [memory["workspace"] + memory["left"] if memory else status for memory, status, _ in found]
+        return [held["workspace"] + held["beside"] - self.before if held else status for held, status, _ in found]
 
 
 def attempt(action: Callable[[], Any], foreign: bool = False) -> tuple[Any, str, str]:
@@ -244,19 +254,6 @@ def attempt(action: Callable[[], Any], foreign: bool = False) -> tuple[Any, str,
     if status == "oom":  # outside the handler, whose exception still references the failed call's tensors
         free_cached()
     return None, status, why
-
-
-@cache
-def held_before(device: torch.device, dtype: torch.dtype) -> int:
-    """Bytes that the device held when this process made its first bench, cuBLAS's workspaces included; on a CPU 0,
-    because there the profiler sees only what is new."""
-    if device.type != "cuda":
-        return 0
-    a = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
-    (a @ a).sum().backward()  # a workspace for this thread, and one for the thread that runs backwards
-    del a
-    torch.cuda.synchronize(device)
-    return torch.cuda.memory_stats(device)["requested_bytes.all.current"]
 
 
 def free_cached() -> None:
