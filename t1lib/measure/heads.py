@@ -20,7 +20,7 @@ from t1lib.measure.isolate import is_out_of_memory
 from t1lib.measure.memory import AllocatorTimeline, storage_bytes
 from t1lib.measure.peers import PEERS, loss_function
 from t1lib.measure.records import Records
-from t1lib.measure.timing import LeadIn, phases_ms, progress, rounds
+from t1lib.measure.timing import lead_in, phases_ms, progress, rounds
 
 IGNORED = -100
 CHUNK_BYTES = 2**30  # most bytes of logits in a chunk of the reference
@@ -65,7 +65,7 @@ class HeadBench:
     """Hidden states e (N, D), weight w (V, D) and targets y (N), made as `operands` says, and measurements of any case
     on them. reference: dtype of the reference for errors, float64, or float32 (without TF32) where that is too slow"""
 
-    lead = cached_property(lambda self: LeadIn(self.device))  # made for the first time that is measured
+    lead = cached_property(lambda self: lead_in(self.device))  # made for the first time that is measured
 
     def __init__(
         self, *, tokens: int, vocabulary: int, hidden: int, dtype: str, device: str | torch.device,
