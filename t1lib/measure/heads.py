@@ -53,10 +53,10 @@ class Case:
 
 
 class Call(NamedTuple):
-    """A case's loss as a function without arguments, and its operands, which were made before what is measured."""
+    """A case's phases as functions, to be called in turn, and its operands, made before what is measured."""
 
-    loss: Callable[[], Tensor]
-    backward: Callable[[Tensor], None]
+    phases: dict[str, Callable[[], None]]  # `loss`; or `forward` and `backward`, if it computes gradients
+    losses: list[Tensor]  # to which the first phase appends
     inputs: list[Tensor]
     wanted: dict[str, Tensor]  # whose gradients are results, by the results' names
 
@@ -93,25 +93,27 @@ class HeadBench:
             bias = arguments["linear_bias"].detach().to(self.dtype).to(dtype)
             arguments["linear_bias"] = bias.requires_grad_(case.gradients)
         function, each = self._function(case.method, **case.settings), case.options.get("reduction") == "none"
+        losses: list[Tensor] = []
 
-        def loss() -> Tensor:
+        def forward() -> None:
             with torch.set_grad_enabled(case.gradients):
                 found = function(e, w, y, **arguments)
-            return found[0] if case.options.get("return_stats") else found
+            losses.append(found[0] if case.options.get("return_stats") else found)
 
-        def backward(loss: Tensor) -> None:
-            loss.backward(tokens.to(loss.dtype) if each else None)
+        def backward() -> None:
+            losses[0].backward(tokens.to(losses[0].dtype) if each else None)
 
+        phases = {"forward": forward, "backward": backward} if case.gradients else {"loss": forward}
         inputs = [self.e, self.w, self.y, *self.drawn.values(), e, w, y, *arguments.values()]
-        return Call(loss, backward, [t for t in inputs if isinstance(t, Tensor)], {"dE": e, "dW": w})
+        return Call(phases, losses, [t for t in inputs if isinstance(t, Tensor)], {"dE": e, "dW": w})
 
     def result(self, case: Case, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """`loss`, () or (N), and `dE` (N, D) and `dW` (V, D) if the case computes them."""
         call = self.call(case, dtype)
-        loss = call.loss()
-        if case.gradients:
-            call.backward(loss)
-        return {"loss": loss.detach()} | {name: t.grad for name, t in call.wanted.items() if t.grad is not None}
+        for phase in call.phases.values():
+            phase()
+        gradients = {name: t.grad for name, t in call.wanted.items() if t.grad is not None}
+        return {"loss": call.losses[0].detach()} | gradients
 
     def reference(self, case: Case) -> dict[str, Tensor]:
         """The exact result of a case, in the reference's dtype; kept until another's, times or memory are measured."""
@@ -137,12 +139,8 @@ class HeadBench:
         """Times in ms: of the `loss` alone, without autograd; or of the loss (`forward`), of its gradients
         (`backward`), of `both`, and of the host, to issue both (`host`)."""
         self.forget()
-        call, losses, lead = self.call(case), [], self.lead if queued else None
-        if not case.gradients:
-            return phases_ms({"loss": call.loss}, self.device, lead)[0]
-        phases = {"forward": lambda: losses.append(call.loss()), "backward": lambda: call.backward(losses[0])}
-        times, host = phases_ms(phases, self.device, lead)
-        return times | {"both": sum(times.values()), "host": host}
+        times, host = phases_ms(self.call(case).phases, self.device, self.lead if queued else None)
+        return times | {"both": sum(times.values()), "host": host} if case.gradients else times
 
     def products(self, queued: bool = True) -> dict[str, float]:
         """Times in ms of the floor, the three matrix products back to back, as in a head: `logits`, `dE`, `dW`."""
@@ -158,13 +156,13 @@ class HeadBench:
         self.forget()
         self.result(case)
         call = self.call(case)
-        inputs = storage_bytes(call.inputs)
+        inputs, (first, *rest) = storage_bytes(call.inputs), call.phases.values()
         with AllocatorTimeline(self.device, inputs) as forward:
-            loss = call.loss()
+            first()
         kept, peak = forward.points[-1][1] - forward.baseline, forward.peak - forward.baseline
-        if case.gradients:
+        for phase in rest:
             with AllocatorTimeline(self.device, inputs + kept) as backward:
-                call.backward(loss)
+                phase()
             peak = max(peak, backward.peak - backward.baseline + kept)
         must = sum(t.nbytes for t in call.inputs if t.requires_grad)
         return {"workspace": peak - must, "kept": kept, "beside": forward.baseline - inputs}
