@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from t1lib.measure.isolate import is_out_of_memory
 from t1lib.measure.memory import AllocatorTimeline, storage_bytes
 from t1lib.measure.peers import PEERS, loss_function
 from t1lib.measure.records import Records
-from t1lib.measure.timing import LeadIn, phases_ms, progress, rounds
+from t1lib.measure.timing import lead_in, phases_ms, progress, rounds
 
 IGNORED = -100
 CHUNK_BYTES = 2**30  # most bytes of logits in a chunk of the reference
@@ -53,10 +53,10 @@ class Case:
 
 
 class Call(NamedTuple):
-    """A case's loss as a function without arguments, and its operands, which were made before what is measured."""
+    """A case's phases as functions, to be called in turn, and its operands, made before what is measured."""
 
-    loss: Callable[[], Tensor]
-    backward: Callable[[Tensor], None]
+    phases: dict[str, Callable[[], None]]  # `loss`; or `forward` and `backward`, if it computes gradients
+    losses: list[Tensor]  # to which the first phase appends
     inputs: list[Tensor]
     wanted: dict[str, Tensor]  # whose gradients are results, by the results' names
 
@@ -65,14 +65,14 @@ class HeadBench:
     """Hidden states e (N, D), weight w (V, D) and targets y (N), made as `operands` says, and measurements of any case
     on them. reference: dtype of the reference for errors, float64, or float32 (without TF32) where that is too slow"""
 
+    lead = cached_property(lambda self: lead_in(self.device))  # made for the first time that is measured
+
     def __init__(
         self, *, tokens: int, vocabulary: int, hidden: int, dtype: str, device: str | torch.device,
         data: str = "flat", path: str | None = None, seed: int = 0, reference: str = "float64",
     ) -> None:  # fmt: skip
         self.device, self.dtype = torch.device(device), getattr(torch, dtype)
         self.wide = getattr(torch, choose("reference", reference, ("float64", "float32")))
-        self.lead = LeadIn(self.device)
-        self.before = held_before(self.device, self.dtype)
         self.e, self.w, self.y = operands(data, (tokens, vocabulary, hidden), self.dtype, self.device, seed, path)
         sizes = {"tokens": len(self.e), "vocabulary": len(self.w)}
         uniform = {name: torch.rand(size, generator=torch.Generator().manual_seed(7)) for name, size in sizes.items()}
@@ -93,25 +93,27 @@ class HeadBench:
             bias = arguments["linear_bias"].detach().to(self.dtype).to(dtype)
             arguments["linear_bias"] = bias.requires_grad_(case.gradients)
         function, each = self._function(case.method, **case.settings), case.options.get("reduction") == "none"
+        losses: list[Tensor] = []
 
-        def loss() -> Tensor:
+        def forward() -> None:
             with torch.set_grad_enabled(case.gradients):
                 found = function(e, w, y, **arguments)
-            return found[0] if case.options.get("return_stats") else found
+            losses.append(found[0] if case.options.get("return_stats") else found)
 
-        def backward(loss: Tensor) -> None:
-            loss.backward(tokens.to(loss.dtype) if each else None)
+        def backward() -> None:
+            losses[0].backward(tokens.to(losses[0].dtype) if each else None)
 
+        phases = {"forward": forward, "backward": backward} if case.gradients else {"loss": forward}
         inputs = [self.e, self.w, self.y, *self.drawn.values(), e, w, y, *arguments.values()]
-        return Call(loss, backward, [t for t in inputs if isinstance(t, Tensor)], {"dE": e, "dW": w})
+        return Call(phases, losses, [t for t in inputs if isinstance(t, Tensor)], {"dE": e, "dW": w})
 
     def result(self, case: Case, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """`loss`, () or (N), and `dE` (N, D) and `dW` (V, D) if the case computes them."""
         call = self.call(case, dtype)
-        loss = call.loss()
-        if case.gradients:
-            call.backward(loss)
-        return {"loss": loss.detach()} | {name: t.grad for name, t in call.wanted.items() if t.grad is not None}
+        for phase in call.phases.values():
+            phase()
+        gradients = {name: t.grad for name, t in call.wanted.items() if t.grad is not None}
+        return {"loss": call.losses[0].detach()} | gradients
 
     def reference(self, case: Case) -> dict[str, Tensor]:
         """The exact result of a case, in the reference's dtype; kept until another's, times or memory are measured."""
@@ -137,12 +139,8 @@ class HeadBench:
         """Times in ms: of the `loss` alone, without autograd; or of the loss (`forward`), of its gradients
         (`backward`), of `both`, and of the host, to issue both (`host`)."""
         self.forget()
-        call, losses, lead = self.call(case), [], self.lead if queued else None
-        if not case.gradients:
-            return phases_ms({"loss": call.loss}, self.device, lead)[0]
-        phases = {"forward": lambda: losses.append(call.loss()), "backward": lambda: call.backward(losses[0])}
-        times, host = phases_ms(phases, self.device, lead)
-        return times | {"both": sum(times.values()), "host": host}
+        times, host = phases_ms(self.call(case).phases, self.device, self.lead if queued else None)
+        return times | {"both": sum(times.values()), "host": host} if case.gradients else times
 
     def products(self, queued: bool = True) -> dict[str, float]:
         """Times in ms of the floor, the three matrix products back to back, as in a head: `logits`, `dE`, `dW`."""
@@ -154,21 +152,20 @@ class HeadBench:
 
     def memory(self, case: Case) -> dict[str, int]:
         """Bytes of a second call: `workspace`, its peak beyond the inputs and the gradients that must exist; `kept`,
-        what stays allocated between forward and backward; `left`, what else the process holds and did not hold before
-        its first bench, such as what the first call left behind."""
+        what stays allocated between forward and backward; `beside`, what the process held beside the inputs before."""
         self.forget()
         self.result(case)
         call = self.call(case)
-        inputs = storage_bytes(call.inputs)
+        inputs, (first, *rest) = storage_bytes(call.inputs), call.phases.values()
         with AllocatorTimeline(self.device, inputs) as forward:
-            loss = call.loss()
+            first()
         kept, peak = forward.points[-1][1] - forward.baseline, forward.peak - forward.baseline
-        if case.gradients:
+        for phase in rest:
             with AllocatorTimeline(self.device, inputs + kept) as backward:
-                call.backward(loss)
+                phase()
             peak = max(peak, backward.peak - backward.baseline + kept)
         must = sum(t.nbytes for t in call.inputs if t.requires_grad)
-        return {"workspace": peak - must, "kept": kept, "left": forward.baseline - self.before - inputs}
+        return {"workspace": peak - must, "kept": kept, "beside": forward.baseline - inputs}
 
     def chunk_tokens(self, case: Case) -> int:
         """Tokens in a chunk of a case that sets `chunks`; the kernels of `fused` round up to whole tiles of rows."""
@@ -220,15 +217,26 @@ class HeadBench:
 
 
 class Workspaces:
-    """Workspaces of one method on one shape after another, in a process that measures nothing else."""
+    """Workspaces of one method on one shape after another, in a process that measures nothing else. setting: what a
+    `HeadBench` of any of these shapes is given"""
 
-    def measure(self, cases: list[Case], **given: Any) -> list[int | str]:
-        """Bytes of each case, or its status, on a `HeadBench`. Whatever the process holds beyond cuBLAS's own
-        workspaces counts, what an earlier call or shape left behind, too."""
+    def __init__(self, **setting: Any) -> None:
+        self.setting, self.before = setting, 0  # on a CPU the profiler sees only what is new
+        device, dtype = torch.device(setting["device"]), getattr(torch, setting["dtype"])
+        if device.type == "cuda":
+            a = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
+            (a @ a).sum().backward()  # a workspace of cuBLAS for this thread, and one for that which runs backwards
+            del a
+            torch.cuda.synchronize(device)
+            self.before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+
+    def measure(self, cases: list[Case], **sizes: int) -> list[int | str]:
+        """Bytes of each case, or its status. Whatever the process holds beyond cuBLAS's own workspaces counts, what an
+        earlier call or shape left behind, too."""
         gc.collect()
-        bench = HeadBench(**given)
+        bench = HeadBench(**self.setting, **sizes)
         found = [attempt(partial(bench.memory, case), case.method in PEERS) for case in cases]
-        return [memory["workspace"] + memory["left"] if memory else status for memory, status, _ in found]
+        return [held["workspace"] + held["beside"] - self.before if held else status for held, status, _ in found]
 
 
 def attempt(action: Callable[[], Any], foreign: bool = False) -> tuple[Any, str, str]:
@@ -244,19 +252,6 @@ def attempt(action: Callable[[], Any], foreign: bool = False) -> tuple[Any, str,
     if status == "oom":  # outside the handler, whose exception still references the failed call's tensors
         free_cached()
     return None, status, why
-
-
-@cache
-def held_before(device: torch.device, dtype: torch.dtype) -> int:
-    """Bytes that the device held when this process made its first bench, cuBLAS's workspaces included; on a CPU 0,
-    because there the profiler sees only what is new."""
-    if device.type != "cuda":
-        return 0
-    a = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
-    (a @ a).sum().backward()  # a workspace for this thread, and one for the thread that runs backwards
-    del a
-    torch.cuda.synchronize(device)
-    return torch.cuda.memory_stats(device)["requested_bytes.all.current"]
 
 
 def free_cached() -> None:

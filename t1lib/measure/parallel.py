@@ -142,8 +142,9 @@ class Share(HeadBench):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        # Lead-ins end in a collective, so that no rank's device continues before all have reached it.
-        self.lead.last = partial(dist.all_reduce, torch.ones(1, device=self.device), dist.ReduceOp.MAX)
+        queue, one = self.lead, torch.ones(1, device=self.device)
+        # Ends in a collective, so that no rank's device continues before all have reached it.
+        self.lead = lambda: (queue(), dist.all_reduce(one, dist.ReduceOp.MAX))
         kept, rank, ranks = self.reference(Case("full")), dist.get_rank(), dist.get_world_size()
         kept["dW"] = kept["dW"].tensor_split(ranks)[rank].clone()
         self.w = self.w.tensor_split(ranks)[rank].clone()  # the first ranks may have one row more

@@ -48,7 +48,7 @@ class TrainSession:
     ) -> None:  # fmt: skip
         grow_segments()
         self.device, self.seed, self._count = torch.device(device), seed, batches
-        self._host_setup = HostPeak()
+        self._host = HostPeak()
         where = "cpu" if mode in ("slide", "fsdp", "trainstream") else device
         built = build_model(model, dtype=getattr(torch, dtype), device=where, seed=seed, **(changes or {}))
         layers, spec = split(built).layers, OptimizerSpec(**optimizer)
@@ -73,8 +73,7 @@ class TrainSession:
     def warm_up(self, steps: int) -> list[float]:
         """Train without measuring, then reset the memory peaks. Returns the losses."""
         losses = [self.step()["loss"] for _ in range(steps)]
-        self._host_setup_peak = self._host_setup.read()
-        self._host = HostPeak()
+        self._setup_peak, self._host = self._host.read(), HostPeak()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         return losses
@@ -120,7 +119,7 @@ class TrainSession:
 
     def memory(self) -> dict[str, float]:
         """Memory in GiB: device peaks since `warm_up`, host peaks during set-up and since `warm_up`, pinned memory."""
-        found = {"host_setup_gib": self._host_setup_peak / GIB, "host_gib": self._host.read() / GIB}
+        found = {"host_setup_gib": self._setup_peak / GIB, "host_gib": self._host.read() / GIB}
         found |= {"pinned_gib": pinned_bytes() / GIB}
         if self.device.type != "cuda":
             return found | {"allocated_gib": max(point["allocated_gib"] for point in self.timeline())}

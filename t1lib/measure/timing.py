@@ -16,35 +16,32 @@ from t1lib.timing import PhaseTimer, synchronize
 T = TypeVar("T")
 
 
-class LeadIn:
-    """Work queued ahead of a sample, so that the device is busy and warm while the host issues the timed work, as it is
-    in a training step. On an idle device, a sample would measure the host's launches instead, and at a clock rate not
-    yet lowered by the power limit: on an H200 it takes 100 ms of products to settle (docs/log.md). Does nothing on a
-    CPU, where calls return when work is done."""
+def lead_in(device: torch.device, ms: float = 100.0) -> Callable[[], None]:
+    """A function that queues work ahead of a sample, without waiting, so that the device is busy and warm while the
+    host issues the timed work, as it is in a training step. On an idle device, a sample would measure the host's
+    launches instead, and at a clock rate not yet lowered by the power limit: on an H200 it takes 100 ms of products to
+    settle (docs/log.md). Does nothing on a CPU, where calls return when work is done."""
+    if device.type != "cuda":
+        return lambda: None
+    a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    product = partial(torch.mm, a, a, out=torch.empty_like(a))
+    count = max(1, round(ms / median_ms(product, device)))
 
-    def __init__(self, device: torch.device, ms: float = 100.0) -> None:
-        self._product, self._count = None, 0
-        self.last: Callable[[], object] = lambda: None  # queued behind that work
-        if device.type == "cuda":
-            a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
-            self._product = partial(torch.mm, a, a, out=torch.empty_like(a))
-            self._count = max(1, round(ms / median_ms(self._product, device)))
+    def queue() -> None:
+        for _ in range(count):
+            product()
 
-    def queue(self) -> None:
-        """Queue the work; returns without waiting."""
-        for _ in range(self._count):
-            self._product()
-        self.last()
+    return queue
 
 
 def phases_ms(
-    phases: dict[str, Callable[[], object]], device: torch.device, lead: LeadIn | None = None
+    phases: dict[str, Callable[[], object]], device: torch.device, lead: Callable[[], None] | None = None
 ) -> tuple[dict[str, float], float]:
     """Times in ms of functions that are called one after the other, from an idle device or from the end of the lead-in;
     and the time that the host takes to issue all of them, which is hidden while the device still has queued work."""
     synchronize(device)
     if lead is not None:
-        lead.queue()
+        lead()
     timer, begun = PhaseTimer(device), time.perf_counter()
     for name, function in phases.items():
         function()

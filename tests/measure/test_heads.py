@@ -57,7 +57,7 @@ def test_cases_without_gradients_of_ignored_tokens_and_of_a_frozen_weight(bench)
 def test_memory_is_the_peak_beyond_inputs_and_gradients(bench):
     logits = TOKENS * VOCABULARY * 4
     whole = bench.memory(FULL)
-    assert 2 * logits < whole["workspace"] < 4 * logits and whole["kept"] >= logits and whole["left"] == 0
+    assert 2 * logits < whole["workspace"] < 4 * logits and whole["kept"] >= logits and whole["beside"] == 0
     assert 2 * logits <= bench.memory(ALONE)["workspace"] < 2.2 * logits
     parts = bench.memory(Case("chunked", {"chunks": 16}))
     assert parts["workspace"] < logits
