@@ -31,27 +31,22 @@ def grow_segments() -> None:
 
 def pinned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A flat host tensor of zeros that `device` can copy from and to asynchronously; plain memory for a CPU. Ordinary
-    memory is registered with CUDA, because PyTorch's pinned allocator rounds up to a power of two; small tensors, which
-    would share pages, come from that allocator."""
-    cuda = device.type == "cuda"
-    if not cuda or 0 < numel * dtype.itemsize < SMALL:
-        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=cuda)
+    memory is registered with CUDA, for as long as the storage lives, because PyTorch's pinned allocator rounds up to a
+    power of two; small tensors, which would share pages, come from that allocator. If the system refuses, the memory
+    stays pageable, with a warning: copies are correct but slower."""
+    cuda, nbytes = device.type == "cuda", numel * dtype.itemsize
+    if not cuda or nbytes < SMALL:
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=cuda and numel > 0)
     # `zero_` touches the pages on all cores; `torch.zeros` would leave that to the registration, which uses only one.
-    return pin(torch.empty(numel, dtype=dtype, device="cpu").zero_(), device)
-
-
-def pin(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Register a flat host tensor, which fills its storage, with CUDA for as long as the storage lives; returns it. If
-    the system refuses, the memory stays pageable, with a warning: copies are correct but slower."""
-    if device.type == "cuda" and buffer.numel():
-        pointer, nbytes, storage = buffer.data_ptr(), buffer.nbytes, buffer.untyped_storage()
-        code = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
-        if code == 0:
-            _registered[pointer] = nbytes
-            weakref.finalize(storage, _unregister, pointer)
-        else:
-            refused = f"the system refused to pin memory (CUDA error {code}; see `ulimit -l`)"
-            warnings.warn(f"{refused}: copies to and from it make the host wait", stacklevel=2)
+    buffer = torch.empty(numel, dtype=dtype, device="cpu").zero_()
+    pointer = buffer.data_ptr()
+    code = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
+    if code == 0:
+        _registered[pointer] = nbytes
+        weakref.finalize(buffer.untyped_storage(), _unregister, pointer)
+    else:
+        refused = f"the system refused to pin memory (CUDA error {code}; see `ulimit -l`)"
+        warnings.warn(f"{refused}: copies to and from it make the host wait", stacklevel=2)
     return buffer
 
 

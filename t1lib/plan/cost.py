@@ -103,8 +103,7 @@ def outer_bytes(work: Work) -> int:
 def device_bytes(work: Work, choice: Choice) -> Any:
     """Peak allocated bytes on the device: in the output layer's phase, at the beginning of the backward, at its end, or
     at the beginning of the next forward."""
-    live = work.tokens if work.streams else work.micro_tokens  # tokens whose activations exist at once
-    hidden, outer = live * work.hidden * work.itemsize, work.outer * work.itemsize
+    hidden, outer = work.live * work.hidden * work.itemsize, work.outer * work.itemsize
     first = min(work.head * work.itemsize, outer)  # gradients that the output layer makes
     others = work.layers - choice.keep
     weights, (resident, streamed) = work.layer * work.itemsize, trained_layers(work, choice)
@@ -113,7 +112,7 @@ def device_bytes(work: Work, choice: Choice) -> Any:
     always = grads * (work.accumulates if work.streams else work.pieces > 1)
     on_host, leaves = choice.inputs == "host", choice.outer == "host" and work.streams
     waiting = (np.minimum(LEAVING, others) if on_host else others) * hidden
-    kept = choice.keep * (live * work.saved + hidden * work.streams)  # when streamed, also each layer's output
+    kept = choice.keep * (work.live * work.saved + hidden * work.streams)  # when streamed, also each layer's output
     beside = BACKWARD * work.micro_tokens * work.inner * work.itemsize
     # Inputs and output of the graphs of layers, and cuBLAS's workspaces. What replays use counts as reserved alone.
     graphs = (3 * work.micro_tokens * work.hidden * work.itemsize + SLACK) * (graphed_layers(work, choice) > 0)

@@ -34,7 +34,6 @@ class Work:
     state: int  # bytes of optimizer state per parameter
     tokens: int  # per step
     micro_tokens: int  # that a layer computes at a time
-    head_tokens: int  # that the output layer computes at a time
     workspace: int  # bytes of the output layer
     together: bool = True  # whether updates wait for the last gradient, or each layer's only for its own
     accumulates: bool = False  # whether gradients of earlier backwards may be there when a streamed step begins
@@ -58,6 +57,11 @@ class Work:
     def pieces(self) -> int:
         """Micro-batches per step."""
         return -(-self.tokens // self.micro_tokens)
+
+    @property
+    def live(self) -> int:
+        """Tokens whose activations exist at once, and whose loss the output layer computes at a time."""
+        return self.tokens if self.streams else self.micro_tokens
 
 
 def launch_bound(params: int) -> int:
@@ -141,9 +145,8 @@ def work_of(
         layers=len(layers), layer=numel, outer=_count(outside & trained), hidden=hidden or config.hidden_size,
         itemsize=dtype.itemsize, saved=saved_bytes(config, dtype, seq) if saved is None else saved,
         state=sum(kind.itemsize for kind in state.values()), tokens=rows * seq, micro_tokens=micro_tokens,
-        head_tokens=rows * seq, workspace=workspace * (output is not None), together=together,
-        accumulates=accumulates, frozen=frozen, aside=aside,
-        inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() == 2), default=0),
+        workspace=workspace * (output is not None), together=together, accumulates=accumulates, frozen=frozen,
+        aside=aside, inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() == 2), default=0),
         still=_count(outside - trained), head=vocabulary * width, tied=vocabulary * width * tied,
         largest=max(p.numel() for p in model.parameters()), vocabulary=vocabulary,
         # Two products, half of whose entries count, and more for the lower rate of short rows; windows are ignored.
@@ -172,8 +175,7 @@ def _count(params: Iterable[nn.Parameter]) -> int:
 
 def in_mode(work: Work, mode: str, head: str) -> Work:
     """The same in a mode, by `with_head`: the output layer takes a micro-batch at a time; in mode slide, the batch."""
-    tokens = work.tokens if mode == "slide" else work.micro_tokens
-    work = replace(work, head_tokens=tokens, streams=mode == "slide", together=work.together or mode == "fsdp")
+    work = replace(work, streams=mode == "slide", together=work.together or mode == "fsdp")
     return with_head(work, head)
 
 
@@ -188,7 +190,7 @@ def with_head(work: Work, head: str) -> Work:
     torch     likewise, or later a copy of the gradients; each of its small chunks reads and writes that of the weight
     fused     what its plan within the workspace needs, no more than full (less if `chunked` runs in its place)
     """
-    tokens, vocabulary, size = work.head_tokens, work.vocabulary, work.itemsize
+    tokens, vocabulary, size = work.live, work.vocabulary, work.itemsize
     count, held, moved = tokens * vocabulary, work.workspace, 1.5
     if head == "full":
         held, moved = max(12 * count - work.head * size * (work.outer > 0), 0), 20.0

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Collection
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +39,18 @@ def train_command(arguments: argparse.Namespace) -> int:
     asked = {**arguments.defaults, **given}
     folder = Path(asked["out"] or f"runs/{Path(asked['model']).name}-{asked['mode']}-{asked['head']}")
     _whole_path("out", str(folder))
-    with closing(TrainRun(folder, given, arguments.defaults)) as run:
-        print(run.about(), flush=True)
-        if run.steps >= run.options["steps"]:
-            print(f"{folder} is at step {run.steps} of {run.options['steps']}: nothing to train")
-        finished = run.train()
-        if asked["export"]:
-            print(f"model {run.session.export(folder / 'model')}")
-        if not finished:
-            print(f"interrupted after step {run.steps}; --resume goes on", file=sys.stderr)
+    taken = f"another process trains in {folder}; wait for it, or take another --out"
+    with held(folder, RUN, taken):
+        run = TrainRun(folder, given, arguments.defaults)
+        with closing(run.session.trainer):
+            print(run.about(), flush=True)
+            if run.steps >= run.options["steps"]:
+                print(f"{folder} is at step {run.steps} of {run.options['steps']}: nothing to train")
+            finished = run.train()
+            if asked["export"]:
+                print(f"model {run.session.export(folder / 'model')}")
+            if not finished:
+                print(f"interrupted after step {run.steps}; --resume goes on", file=sys.stderr)
     return 0 if finished else EXIT_INTERRUPTED
 
 
@@ -79,7 +82,7 @@ def _whole_path(option: str, path: str, names: Collection[str] = ()) -> str:
 
 
 class TrainRun:
-    """A run in `folder`, held until `close`: run.json (its options, the text's hash), metrics.csv, checkpoints/.
+    """A run in `folder`, which is `held`: run.json (its options, the text's hash), metrics.csv, checkpoints/.
 
     given   options of the command `train` that are given, with whole paths; with "resume" the others are the run's
     usual   the others of a new run
@@ -89,15 +92,10 @@ class TrainRun:
 
     def __init__(self, folder: Path, given: dict[str, Any], usual: dict[str, Any]) -> None:
         self.folder, self._checkpoints = folder, folder / "checkpoints"
-        taken = f"another process trains in {folder}; wait for it, or take another --out"
-        with ExitStack() as stack:
-            stack.enter_context(held(folder, RUN, taken))
-            before = self._before(usual, "resume" in given)
-            self.options = self._options(given, usual, before.get("options", {}))
-            self.session = LanguageSession(**session_of(self.options))
-            self._begin(before.get("corpus"))
-            stack.callback(self.session.trainer.close)
-            self.close = stack.pop_all().close
+        before = self._before(usual, "resume" in given)
+        self.options = self._options(given, usual, before.get("options", {}))
+        self.session = LanguageSession(**session_of(self.options))
+        self._begin(before.get("corpus"))
 
     def _before(self, usual: dict[str, Any], resume: bool) -> dict[str, Any]:
         """The content of run.json, if the run is resumed. One that failed before its first step may be begun anew."""

@@ -39,22 +39,22 @@ class FsdpTrainer(Trainer):
     offload they are reduced only after the last micro-batch; until then each device holds them unsharded.
     """
 
-    def __init__(self, model: PreTrainedModel, mode: str = "fsdp", *, offload: bool = True, **common: Any) -> None:
-        self._offload = offload
-        if str(common.get("device")) != "cpu" and not dist.is_initialized():  # else a device has been chosen
+    def __init__(self, model: PreTrainedModel, mode: str = "fsdp", **options: Any) -> None:
+        if str(options.get("device")) != "cpu" and not dist.is_initialized():  # else a device has been chosen
             take_gpu()
-        super().__init__(model, mode, **common)
+        super().__init__(model, mode, **options)
 
-    def _place(self) -> None:
+    def _place(self, *, offload: bool = True) -> None:
+        self._offload = offload
         self._meet()
         mesh = init_device_mesh(self.device.type, (self.ranks.size,))
-        on_host = self._offload and self.device.type == "cuda"
-        offload = CPUOffloadPolicy(pin_memory=True) if on_host else OffloadPolicy()
+        on_host = offload and self.device.type == "cuda"
+        policy = CPUOffloadPolicy(pin_memory=True) if on_host else OffloadPolicy()
         narrow = next(self.model.parameters()).dtype.itemsize == 2
         precision = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow and not self.ranks.alone else None)
         wrap_layers(self.parts.layers, lambda: self.trace, recompute=True)
         for module in (*self.parts.layers, self.model):
-            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=policy)
             if not self.ranks.alone:  # a sum: each loss is a share of the batch's
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)

@@ -61,6 +61,7 @@ class Trainer:
     schedule         factor on the learning rate: a `Schedule`, or any function of the step number, which begins at 0
     micro_batch      rows of a batch computed at a time, with gradients accumulated (default: the whole batch)
     max_grad_norm    clip the gradients of all parameters together to this norm (default: no clipping)
+    own              options of the mode, which its `_place` takes
     """
 
     late = False  # whether updates begin before the host knows that all gradients are finite
@@ -70,7 +71,7 @@ class Trainer:
         self, model: PreTrainedModel, mode: str = "gpu", *, device: torch.device | str | None = None,
         head: str = DEFAULT_HEAD, head_options: dict[str, Any] | None = None, optimizer: OptimizerSpec | str = "sgd",
         loss: str = "cross_entropy", schedule: Callable[[int], float] = Schedule(),  # noqa: B008
-        micro_batch: int | None = None, max_grad_norm: float | None = None,
+        micro_batch: int | None = None, max_grad_norm: float | None = None, **own: Any,
     ) -> None:  # fmt: skip
         self.mode, self.head, self.loss = mode, choose("head", head, HEADS), choose("loss", loss, LOSSES)
         whole = micro_batch is None or is_whole(micro_batch, 1)
@@ -99,7 +100,7 @@ class Trainer:
             require(not lost, f"loss 'mean_square' ends before {lost[:1]}: it would get no gradient; freeze it")
         else:
             require_plain_loss(model)
-        self._place()
+        self._place(**own)
         if loss == "mean_square":
             self.parts.norm.forward = lambda hidden: hidden
 
@@ -303,15 +304,15 @@ class Trainer:
 
 
 def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> Trainer:
-    """A trainer of `model` in one of `MODES`. `options` are keyword arguments of `Trainer`, and of `SlideTrainer` or
-    `FsdpTrainer` in their modes. Raises `T1Error` for an unknown mode, an option that the mode does not take, or a
-    value that does not fit; in mode slide also as `t1lib.train.stream` does."""
+    """A trainer of `model` in one of `MODES`. `options` are keyword arguments of `Trainer`, and in its mode those that
+    `SlideTrainer` or `FsdpTrainer` explains. Raises `T1Error` for an unknown mode, an option that the mode does not
+    take, or a value that does not fit; in mode slide also as `t1lib.train.stream` does."""
     from t1lib.train.fsdp import FsdpTrainer
     from t1lib.train.modes import GraphTrainer, SlideTrainer
 
     own = {"gpu-graph": GraphTrainer, "slide": SlideTrainer, "fsdp": FsdpTrainer}
     kind = own.get(choose("mode", mode, MODES), Trainer)
-    accepted = [p for c in (kind, Trainer) for p in inspect.signature(c.__init__).parameters.values()]
+    accepted = [p for f in (kind._place, Trainer.__init__) for p in inspect.signature(f).parameters.values()]
     for option in options:
         choose(f"option of mode {mode!r}:", option, dict.fromkeys(p.name for p in accepted if p.kind is p.KEYWORD_ONLY))
     return kind(model, mode, **options)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from t1lib.errors import require
 from t1lib.plan.cost import Choice
@@ -28,24 +27,20 @@ class SlideTrainer(Trainer):
     `fused` or `chunked` bounds what that takes.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, mode: str = "slide", *, gpu_memory: str | int | None = None,
-        plan_for: tuple[int, int] | None = None, choice: Choice | None = None, overlap: bool = True, **common: Any,
+    def _place(
+        self, *, gpu_memory: str | int | None = None, plan_for: tuple[int, int] | None = None,
+        choice: Choice | None = None, overlap: bool = True,
     ) -> None:  # fmt: skip
         planned = gpu_memory is None or plan_for is not None
         require(planned, "gpu_memory without plan_for; allowed: plan_for=(rows, tokens per row) beside it")
-        self._options = {"gpu_memory": gpu_memory, "plan_for": plan_for, "choice": choice, "overlap": overlap}
-        super().__init__(model, mode, **common)
-
-    def _place(self) -> None:
-        self.late, options = self.max_grad_norm is None, self._options
-        if options["gpu_memory"] is not None and self.head == "fused" and "chunks" not in self.head_options:
+        self.late = self.max_grad_norm is None
+        if gpu_memory is not None and self.head == "fused" and "chunks" not in self.head_options:
             self.head_options = {"workspace": WORKSPACE, **self.head_options}
         _, self.optimizer = stream(
             self.model, make_optimizer(self.spec, self._own.values(), fused=False), micro_batch=self.micro_batch,
             layers=self.parts.layers, device=self.device, master_weights=self.spec.master_weights,
-            moments=self.spec.moments, update_in_backward=self.late, accumulate=False,
-            head={"head": self.head, **self.head_options}, **options,
+            moments=self.spec.moments, update_in_backward=self.late, accumulate=False, gpu_memory=gpu_memory,
+            plan_for=plan_for, choice=choice, overlap=overlap, head={"head": self.head, **self.head_options},
         )  # fmt: skip
         self.engine = self.optimizer._engine
         ends = [self.parts.embed.weight, self.parts.head.weight] if self.loss == "mean_square" else []

@@ -65,17 +65,13 @@ def wrapped(case: str) -> None:
         assert_close(expected, grads if case == "DDP" else [grad.full_tensor() for grad in grads])
 
 
-def cases(size: int, folder: Path | None = None) -> Cases:
+def cases(size: int, folder: Path) -> Cases:
     if size != SIZE:
         return {f"patch_head, {name}": partial(wrapped, name) for name in WRAPPED}
-    return {**values(), **manners(), **refusals()}
+    return {**values(), **manners(), **refusals(), "groups made anew": partial(groups_made_anew, folder)}  # last
 
 
-def alone(size: int, folder: Path | None = None) -> Cases:
-    return {"groups made anew": groups_made_anew} if size == SIZE else {}
-
-
-NAMES = [(size, name) for size in SIZES for name in {**cases(size), **alone(size)}]
+NAMES = [(size, name) for size in SIZES for name in cases(size, Path())]
 
 
 @pytest.fixture(scope="module")
@@ -114,4 +110,4 @@ def test_on_two_cuda_devices():
 
 if __name__ == "__main__":
     importlib.import_module("torch._dynamo")  # once, not in each process
-    work(Path(sys.argv[1]), cases, alone)
+    work(Path(sys.argv[1]), cases)

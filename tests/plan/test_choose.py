@@ -18,11 +18,11 @@ from t1lib.plan.work import Work, saved_by, saved_bytes, work_of
 
 WORK = Work(
     layers=28, layer=50_000_000, outer=311_000_000, hidden=2048, itemsize=2, saved=113_000, state=12, tokens=16384,
-    micro_tokens=16384, head_tokens=16384, workspace=2**28, together=False, head=311_000_000, largest=311_000_000,
+    micro_tokens=16384, workspace=2**28, together=False, head=311_000_000, largest=311_000_000,
     inner=6144, attention=2 * 3072 * 2048, masters=True,
 )  # fmt: skip
 TOGETHER = dataclasses.replace(WORK, together=True)
-FEW = dataclasses.replace(WORK, tokens=256, micro_tokens=256, head_tokens=256, graphed=True)
+FEW = dataclasses.replace(WORK, tokens=256, micro_tokens=256, graphed=True)
 SPLIT = dataclasses.replace(WORK, masters=False, state=10)
 LORA = dataclasses.replace(WORK, frozen=28, outer=0, still=311_000_000, aside=2**27)
 ADAMW = OptimizerSpec("adamw", lr=1e-2)
