@@ -1,6 +1,5 @@
 """Time of a step from its busiest lanes: computing, the link in either direction, or the host's updates."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,7 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
 
 def fsdp_ms(work: Work, machine: Machine) -> float:
     """Time of a step in mode fsdp with offload, in one process: copies, and the host's updates, run beside nothing."""
-    computing = sum(_computing_ms(replace(work, graphed=False), Choice(), machine))
+    computing = sum(_computing_ms(work, Choice(), machine))
     trained = (work.layers - work.frozen) * work.layer + work.outer
     copied = (2 * work.layers * work.layer + work.outer + work.still + trained) * work.itemsize * work.pieces
     updated = trained * (3 * work.itemsize + 2 * work.state) / (ALONE * machine.update)

@@ -175,8 +175,9 @@ def _count(params: Iterable[nn.Parameter]) -> int:
 
 def in_mode(work: Work, mode: str, head: str) -> Work:
     """The same in a mode, by `with_head`: the output layer takes a micro-batch at a time; in mode slide, the batch."""
-    work = replace(work, streams=mode == "slide", together=work.together or mode == "fsdp")
-    return with_head(work, head)
+    streams = mode == "slide"
+    together, graphed = work.together or mode == "fsdp", work.graphed and streams
+    return with_head(replace(work, streams=streams, together=together, graphed=graphed), head)
 
 
 def with_head(work: Work, head: str) -> Work:

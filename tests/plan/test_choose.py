@@ -11,10 +11,10 @@ from t1lib.models import build_model, layer_arguments, split
 from t1lib.optimizers import OptimizerSpec
 from t1lib.plan import choose
 from t1lib.plan.choose import choose_plan
-from t1lib.plan.cost import Choice, device_bytes, host_bytes, reserved_bytes, which_stay
+from t1lib.plan.cost import Choice, choice_of, device_bytes, host_bytes, reserved_bytes, which_stay
 from t1lib.plan.duration import step_ms
 from t1lib.plan.rates import H200, Machine
-from t1lib.plan.work import Work, saved_by, saved_bytes, work_of
+from t1lib.plan.work import MODES, Work, in_mode, saved_by, saved_bytes, work_of
 
 WORK = Work(
     layers=28, layer=50_000_000, outer=311_000_000, hidden=2048, itemsize=2, saved=113_000, state=12, tokens=16384,
@@ -44,6 +44,14 @@ def test_budgets_from_the_least_on_are_kept_and_more_memory_is_never_slower(work
         times.append(float(step_ms(work, choice, H200)))
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
     assert all(found[3:])  # the smallest choices may use up what little more than they need there is
+
+
+def test_only_streamed_layers_run_as_graphs():
+    for mode in MODES:
+        graphed, eager = (in_mode(dataclasses.replace(FEW, graphed=to), mode, "full") for to in (True, False))
+        assert (graphed == eager) == (mode != "slide"), mode
+        choice = choice_of(mode, eager)
+        assert (device_bytes(graphed, choice) > device_bytes(eager, choice)) == (mode == "slide")
 
 
 def test_clipped_updates_are_shared_between_link_and_cpu():

@@ -105,7 +105,7 @@ def test_without_a_budget_the_command_names_the_memory_that_is_free(command, bad
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--model tiny --vram 1MiB", "nothing fits; the least is mode slide"),
+        ("--model tiny --vram 1MiB", "nothing fits; the least is mode fsdp"),
         ("--model tiny --vram 1GiB --optimizer sgd --split-master", "are for name='adamw'"),
         ("--model tiny --vram 1GiB --dtype float32 --split-master", "split masters of float32 weights"),
         ("--vram 16GiB", "--model is missing"),
