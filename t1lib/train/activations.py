@@ -137,7 +137,7 @@ class OnHost:
         self._before = weakref.ref(inputs.leaving[-1]) if inputs.leaving else lambda: None
         lane = inputs.outward
         lane.after(inputs.compute.mark())
-        with lane.active(), inputs.trace().span("out", "inputs", layer, lane.stream):
+        with lane.active(), inputs.trace().span("out", "inputs", layer):
             buffer.copy_(tensor, non_blocking=True)
         self._left = lane.mark()
 
@@ -151,7 +151,7 @@ class OnHost:
             lane = self._inputs.inward
             self._tensor = torch.empty_like(self._buffer, device=self._inputs.device)
             lane.after(self._inputs.compute.mark())
-            with lane.active(), self._inputs.trace().span("in", "inputs", self._layer, lane.stream):
+            with lane.active(), self._inputs.trace().span("in", "inputs", self._layer):
                 self._tensor.copy_(self._buffer, non_blocking=True)
             self._back = lane.mark()
 

@@ -103,7 +103,7 @@ class Schedule:
     def _copy_in(self, layer: HostLayer, phase: str, trace: NoTrace) -> None:
         slot, lane = layer.slot, self.inward
         lane.after(slot.freed, layer.left)
-        with lane.active(), trace.span("in", phase, layer.index, lane.stream):
+        with lane.active(), trace.span("in", phase, layer.index):
             slot.flat.copy_(layer.flat, non_blocking=True)
         slot.filled = lane.mark()
 
@@ -218,7 +218,7 @@ class Schedule:
         """Queue the copy of the layer's gradient slot to the host; returns the mark when it has arrived."""
         slot, lane = layer.grad_slot, self.outward
         lane.after(slot.filled, layer.arrived)
-        with lane.active(), self._trace().span("out", what, layer.index, lane.stream):
+        with lane.active(), self._trace().span("out", what, layer.index):
             to.copy_(slot.flat, non_blocking=True)
         slot.freed = lane.mark()
         return slot.freed

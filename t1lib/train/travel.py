@@ -106,20 +106,20 @@ class Travel:
                     turn = next(self._turns)
                     slot = {key: buffer[: at.stop - at.start] for key, buffer in turn[0].items()}
                     inward.after(turn[1])
-                    with self._trace().span("in", "state", traveller.index, inward.stream):
+                    with self._trace().span("in", "state", traveller.index):
                         torch._foreach_copy_([slot[key] for key in come], list(come.values()), non_blocking=True)
                     underway.append((at, home, slot, turn, inward.mark()))
             with lane.active():
                 for number, (at, home, slot, _, arrived) in enumerate(underway, start):
                     lane.after(arrived)
-                    with self._trace().span("update", "device update", traveller.index, lane.stream):
+                    with self._trace().span("update", "device update", traveller.index):
                         grad = slot["grad"] if come_too else given.grads[number if waited else at]
                         self._update(at, slot, home.keys(), grad, given)
                     marks.append(lane.mark())
             with outward.active():
                 for (_, home, slot, turn, _), mark in zip(underway, marks, strict=True):
                     outward.after(mark)
-                    with self._trace().span("out", "state", traveller.index, outward.stream):
+                    with self._trace().span("out", "state", traveller.index):
                         torch._foreach_copy_(list(home.values()), [slot[key] for key in home], non_blocking=True)
                     turn[1] = outward.mark()
             traveller.left = outward.mark()
