@@ -27,18 +27,16 @@ class Passes:
     """Forward and backward of an engine's layers."""
 
     def __init__(self, engine: "Engine") -> None:
-        self.stack, self._forwards, choice, self.lock = engine.stack, engine.forwards, engine.choice, engine.lock
-        self._schedule, self._outer = engine.schedule, engine.outer
-        self.device, self._micro_batch, self._trace = engine.device, engine.micro_batch, engine.traced
+        self.engine, self.stack, choice, self.device = engine, engine.stack, engine.choice, engine.device
+        self._schedule, self._outer = engine.schedule, engine.outer  # which the engine may let go earlier
         self._kept = len(self.stack) - choice.keep  # the first layer that keeps its activations
-        own = zip(self.stack, self._forwards, strict=True)
+        own = zip(self.stack, engine.forwards, strict=True)
         plain = all(getattr(forward, "__func__", None) is type(layer).forward for layer, forward in own)
         known = all(type(layer).__module__.startswith("transformers.models.") for layer in self.stack)
         self._recompute = Recompute(whole=not (plain and known))  # of a compiled one, for example, nothing is left out
         owned = ([(m._parameters, *p) for m in layer.modules() for p in m._parameters.items()] for layer in self.stack)
         self._places = [[place for place in places if place[2] is not None] for places in owned]
-        self._inputs = Inputs(self._schedule, self._trace) if choice.inputs == "host" else None
-        self.closed = False
+        self._inputs = Inputs(self._schedule) if choice.inputs == "host" else None
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         # Layers that may run as CUDA graphs: all that they use comes in through the slots or as an argument.
         held = self._schedule.layers.items()
@@ -61,7 +59,7 @@ class Passes:
         keys = [getattr(cache.layers[index], "keys", None) for cache in caches if index < len(cache.layers)]
         earlier = [found for found in keys if found is not None]  # keys of earlier tokens
         if not (trains or (grad and any(t.requires_grad for t in (hidden, *earlier)))):
-            with self.lock:
+            with self.engine.lock:
                 return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
         require(not earlier, "past_key_values that hold tokens, as in prefix tuning; to decode, use torch.no_grad()")
         held = self._schedule.layers.get(index)
@@ -85,7 +83,7 @@ class Passes:
         require(not merged or held is None, unmerged)  # it would take them out of a copy in a slot
         version, graphs = 0 if held is None else held.version, [] if keep else None
         cached = any(isinstance(value, Cache) for value in (*whole.args, *whole.kwargs.values()))
-        rows = None if cached else self._micro_batch
+        rows = None if cached else self.engine.micro_batch
         saved, outputs = Saved(self.device, Saved.modes_of(modules), version, rows, graphs=graphs), []
         self._schedule.bind(index)
         try:
@@ -93,7 +91,7 @@ class Passes:
                 held.refuse_hooks()
             for piece in split_rows(whole, rows):
                 before = saved.random_state() if save and not keep else None
-                with saved.autocast(), self._trace().span("compute", "forward", index):
+                with saved.autocast(), self.engine.trace.span("compute", "forward", index):
                     if keep:
                         saved.graphs.append(self._with_graph(index, piece, wanted))
                         out = saved.graphs[-1][1]
@@ -120,7 +118,7 @@ class Passes:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), saved
 
     def _call(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        out = self._forwards[index](hidden, *args, **kwargs)
+        out = self.engine.forwards[index](hidden, *args, **kwargs)
         kind = type(out).__name__
         require(isinstance(out, Tensor), f"layer {index} returns a {kind}; allowed: one tensor, the hidden states")
         return out
@@ -145,7 +143,8 @@ class Passes:
     def backward(self, index: int, whole: Piece | None, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
         """Return the gradient of the layer's input, given that of its output, and send off the layer's own. whole: what
         the forward was given; None: its graphs are kept"""
-        require(not self.closed, "a backward after close(), of a forward before it; run the forward again")
+        gone = "a backward after close(), of a forward before it; run the forward again"
+        require(self.engine.passes is self, gone)
         schedule, found, replayed = self._schedule, [], False
         held = schedule.layers.get(index)
         late = held is not None and not schedule.in_backward and held.version != saved.version
@@ -166,11 +165,11 @@ class Passes:
                             found.append(self._replay(index, piece, part, wanted, first=k == 0))
                             replayed = True
                             continue
-                        with saved.drawing_again(k), self._trace().span("compute", "recompute", index):
+                        with saved.drawing_again(k), self.engine.trace.span("compute", "recompute", index):
                             x, out = self._with_graph(index, piece, wanted, again=True)
                 if k == 0:
                     schedule.want_gradients(index)  # not before: it waits for a slot
-                with self._trace().span("compute", "backward", index):
+                with self.engine.trace.span("compute", "backward", index):
                     if out.requires_grad:  # unless it is the input, of a layer that was skipped
                         torch.autograd.backward(out, part)
                 found.append(x.grad)
@@ -197,7 +196,7 @@ class Passes:
             self._schedule.want_gradients(index)
         held = self._schedule.layers[index]
         key = held.slot, held.grad_slot, self.stack[index].training, wanted
-        with self._trace().span("compute", "backward", index):
+        with self.engine.trace.span("compute", "backward", index):
             return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
 
 
@@ -214,7 +213,7 @@ class _Layer(torch.autograd.Function):
         ctx.passes, ctx.index = passes, index
         ctx.args, ctx.kwargs = without_caches(args, kwargs)  # a recomputation would append to them a second time
         before = hidden._version
-        with passes.lock:
+        with passes.engine.lock:
             out, ctx.saved = passes.forward(index, Piece(hidden, args, kwargs), True, wanted=ctx.needs_input_grad[1])
         require(hidden._version == before, f"layer {index} writes to its input, from which it is to be recomputed")
         kept = ctx.saved.graphs is not None or ctx.saved.input is not None
@@ -233,7 +232,7 @@ class _Layer(torch.autograd.Function):
         found = f"layer {ctx.index} was put into training or evaluation mode, or its adapters were switched, between"
         require(same, f"{found} its forward and its backward; allowed: before or after both")
         ctx.saved = ctx.args = ctx.kwargs = None  # nothing is left of the batch if somebody keeps the loss
-        with ctx.passes.lock:
+        with ctx.passes.engine.lock:
             if saved.graphs is None:
                 hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
                 whole = Piece(hidden.detach(), args, kwargs)

@@ -39,12 +39,10 @@ class Schedule:
     """
 
     def __init__(self, engine: "Engine", guests: list[Tensor], trains: bool) -> None:
-        self._order = list(engine.host)  # in which the layers run, and take turns in the slots
+        self.engine, self._order = engine, list(engine.host)  # in which the layers run, and take turns in the slots
         self.layers = {layer.index: layer for layer in self._order}
-        self.device, self.in_backward, self._overlap = engine.device, engine.in_backward, engine.overlap
+        self.device, self.in_backward, self._rules = engine.device, engine.in_backward, engine.optimizer.rules
         layout, device, choice, overlap = engine.layout, engine.device, engine.choice, engine.overlap
-        self._rules, self._trace = engine.optimizer.rules, engine.traced
-        self._accumulate = engine.accumulate
         self._waits_on_device = choice.grads == "device" and not self.in_backward
         trained = [layer for layer in self._order if layer.trained and trains]
         self.weights = [Slot(layout, device) for _ in range(min(choice.slots, len(self._order)))]
@@ -78,7 +76,7 @@ class Schedule:
         any_travels = guests or (not self.stateless and any(layer.travels for layer in self._order))
         kinds = {"weight": layout.dtype, **kinds} | ({} if self.in_backward else {"grad": layout.dtype})
         numel = max([layout.numel, *(guest.numel() for guest in guests)])
-        self.travel = Travel(device, kinds if any_travels else {}, numel, overlap, self._trace)
+        self.travel = Travel(engine, kinds if any_travels else {}, numel)
         # The buffers' zeros, and what was in their memory before, may still be queued: no copy may overtake them.
         made = self.compute.mark()
         for lane in (self.inward, self.outward, *self.travel.lanes):
@@ -97,7 +95,7 @@ class Schedule:
         phase = "weights again" if again else "weights"
         with uninterrupted():  # a copy that is queued for a slot that nobody knows to be taken would come too late
             slot.holds = None  # until the copy is sure to be queued
-            self.thread.then(layer.index, partial(self._copy_in, layer, phase, self._trace()))
+            self.thread.then(layer.index, partial(self._copy_in, layer, phase, self.engine.trace))
             slot.holds = layer
 
     def _copy_in(self, layer: HostLayer, phase: str, trace: NoTrace) -> None:
@@ -166,7 +164,7 @@ class Schedule:
         self.compute.after(slot.freed)
         if layer.has_gradients:
             beside = "a backward while gradients are there, with accumulate=False: call zero_grad(), or leave that out"
-            require(self._accumulate or before == layer.backward, beside)
+            require(self.engine.accumulate or before == layer.backward, beside)
             layer.see_gradients()
             slot.flat.copy_(layer.gather(), non_blocking=True)
             for name in layer.absent:
@@ -188,7 +186,7 @@ class Schedule:
         layer.norms = {n: norm for n, norm in zip(layer.params, norms, strict=True) if n not in layer.absent}
         in_slot = self.stateless and layer.travels
         if in_slot:  # the new weights, put in place of the gradients, leave
-            with self._trace().span("compute", "update", index):
+            with self.engine.trace.span("compute", "update", index):
                 for at, rule, count in layer.spans(self._rules()):
                     update([weights[at]], [slot.flat[at]], [{}], rule, count)
                 slot.flat.copy_(weights)
@@ -218,7 +216,7 @@ class Schedule:
         """Queue the copy of the layer's gradient slot to the host; returns the mark when it has arrived."""
         slot, lane = layer.grad_slot, self.outward
         lane.after(slot.filled, layer.arrived)
-        with lane.active(), self._trace().span("out", what, layer.index):
+        with lane.active(), self.engine.trace.span("out", what, layer.index):
             to.copy_(slot.flat, non_blocking=True)
         slot.freed = lane.mark()
         return slot.freed
@@ -258,8 +256,8 @@ class Schedule:
             return
         if layer.slot.holds is layer:
             layer.slot.holds = None  # stale from here on
-        self.thread.submit(layer.index, partial(self._update_on_host, layer, given, self._trace()), *given.known)
-        if not self._overlap:
+        self.thread.submit(layer.index, partial(self._update_on_host, layer, given, self.engine.trace), *given.known)
+        if not self.engine.overlap:
             self.thread.wait(layer.index)
 
     def _update_on_host(self, layer: HostLayer, given: Update, trace: NoTrace) -> None:
