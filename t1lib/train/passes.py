@@ -40,9 +40,9 @@ class Passes:
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         # Layers that may run as CUDA graphs: all that they use comes in through the slots or as an argument.
         held = self._schedule.layers.items()
-        self.for_graphs = {i for i, own in held if len(own.params) == len([*self.stack[i].parameters()])}
-        self._graphs = LayerGraphs(self.stack, self.for_graphs) if self.device.type == "cuda" else None
-        self._graph_tokens = launch_bound(engine.layout.numel)
+        allowed = {i for i, own in held if len(own.params) == len([*self.stack[i].parameters()])}
+        self._graphs = LayerGraphs(self.stack, allowed)
+        self._graph_tokens = launch_bound(engine.layout.numel) if self.device.type == "cuda" else -1  # at most
 
     def run(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Run layer `index` on hidden states (B, …) with the other arguments that the model gives it."""
@@ -107,7 +107,7 @@ class Passes:
                 if before is not None:
                     drew = not all(map(torch.equal, before, saved.random_state()))
                     saved.random.append(before if drew else None)
-                    if drew and self._graphs is not None:
+                    if drew:
                         self._graphs.stop()
             if self._outer is not None:
                 self._outer.forward_done(index)
@@ -135,10 +135,9 @@ class Passes:
 
     def _may_replay(self, index: int, piece: Piece) -> bool:
         """Whether the layer may run as a CUDA graph: it is launch-bound, and does the same every time."""
-        if self._graphs is None or piece.hidden.shape[:-1].numel() > self._graph_tokens:
-            return False
         odd = torch.is_autocast_enabled(self.device.type) or torch.is_inference_mode_enabled()
-        return not odd and self._graphs.allow(index)
+        bound = piece.hidden.shape[:-1].numel() <= self._graph_tokens
+        return bound and not odd and self._graphs.allow(index)
 
     def backward(self, index: int, whole: Piece | None, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
         """Return the gradient of the layer's input, given that of its output, and send off the layer's own. whole: what
@@ -173,7 +172,7 @@ class Passes:
                     if out.requires_grad:  # unless it is the input, of a layer that was skipped
                         torch.autograd.backward(out, part)
                 found.append(x.grad)
-            if held is not None and self._graphs is not None:
+            if held is not None:
                 self._graphs.note_gradients(held, replayed)
             with uninterrupted():
                 schedule.backward_done(index)
