@@ -132,23 +132,22 @@ class Schedule:
                     layer.slot.holds = None
                 layer.take_over()
 
-    def release(self, index: int, again: bool = False, around: bool = False, follows: bool = True) -> HostLayer | None:
-        """Point the parameters back at the host; once the device has left the slot, the layer that has it next comes
-        in, unless it should not: in the forward or, with `again`, in the backward. around: the first layers run after
-        the last ones. Returns that layer if it is to be fetched only after an update that reads the slot"""
-        layer, count = self.layers.get(index), len(self._order)
-        if layer is None:
-            return None
-        layer.unbind()
-        layer.slot.freed = self.compute.mark()
-        turn = self._order.index(layer) + (-1 if again else 1) * len(self.weights)
+    def release(self, index: int, again: bool = False, around: bool = False, follows: bool = True) -> None:
+        """Point the parameters back at the host; if a layer `follows` in the slot, it comes in: see `fetch_next`."""
+        layer = self.layers.get(index)
+        if layer is not None:
+            layer.unbind()
+            layer.slot.freed = self.compute.mark()
+            if follows:
+                self.fetch_next(layer, again, around)
+
+    def fetch_next(self, layer: HostLayer, again: bool, around: bool = False) -> None:
+        """Fetch the layer that has this one's slot next, once the device has left it: in the forward or, with `again`,
+        in the backward. around: the first layers run after the last ones"""
+        turn, count = self._order.index(layer) + (-1 if again else 1) * len(self.weights), len(self._order)
         turn = turn % count if around else turn
-        following = self._order[turn] if follows and 0 <= turn < count else None
-        if again and self._read_slots and layer.travels:
-            return following
-        if following is not None and layer.slot.holds is not following:
-            self.fetch(following, again)
-        return None
+        if 0 <= turn < count and layer.slot.holds is not self._order[turn]:
+            self.fetch(self._order[turn], again)
 
     def want_gradients(self, index: int) -> None:
         """Give the layer's parameters a slot for their gradients: zeroed, or with what has been summed so far."""
@@ -191,14 +190,15 @@ class Schedule:
                     update([weights[at]], [slot.flat[at]], [{}], rule, count)
                 slot.flat.copy_(weights)
         slot.filled = self.compute.mark()
-        following = self.release(index, again=True)
+        reads = self._read_slots and layer.travels
+        self.release(index, again=True, follows=not reads)
         if in_slot:
             layer.left = self._send(layer, layer.flat, "weights")
         elif self.in_backward and layer.travels:
             layer.update = Update(slot.flat, layer.spans(self._rules()), (slot.filled,), not layer.absent)
             slot.freed = self._begin_update(layer)
-            if following is not None:
-                self.fetch(following, again=True)
+            if reads:
+                self.fetch_next(layer, again=True)
         elif layer.seen is not None:
             layer.add_up(slot.views)  # the host waits for it
             slot.freed = slot.filled
