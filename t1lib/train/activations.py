@@ -67,6 +67,7 @@ class Saved:
     modes: list[list[Any]]  # of each of the layer's modules
     version: int  # of the weights
     rows: int | None  # that were computed at a time
+    given: tuple[Any, ...]  # args and kwargs beside the input, without caches: a recomputation would append to them
     random: list[list[Tensor] | None] = field(default_factory=list)  # generators' state before it, if it drew numbers
     graphs: list[tuple[Tensor, Tensor]] | None = None  # input and output with the graph between them, if it is kept
     input: "OnHost | None" = None

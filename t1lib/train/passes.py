@@ -84,7 +84,8 @@ class Passes:
         version, graphs = 0 if held is None else held.version, [] if keep else None
         cached = any(isinstance(value, Cache) for value in (*whole.args, *whole.kwargs.values()))
         rows = None if cached else self.engine.micro_batch
-        saved, outputs = Saved(self.device, Saved.modes_of(modules), version, rows, graphs=graphs), []
+        given, outputs = without_caches(whole.args, whole.kwargs), []
+        saved = Saved(self.device, Saved.modes_of(modules), version, rows, given, graphs=graphs)
         self._schedule.bind(index)
         try:
             if save and held is not None:
@@ -139,9 +140,9 @@ class Passes:
         bound = piece.hidden.shape[:-1].numel() <= self._graph_tokens
         return bound and not odd and self._graphs.allow(index)
 
-    def backward(self, index: int, whole: Piece | None, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
-        """Return the gradient of the layer's input, given that of its output, and send off the layer's own. whole: what
-        the forward was given; None: its graphs are kept"""
+    def backward(self, index: int, hidden: Tensor | None, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
+        """Return the gradient of the layer's input, given that of its output, and send off the layer's own. hidden: the
+        input; None: graphs are kept"""
         gone = "a backward after close(), of a forward before it; run the forward again"
         require(self.engine.passes is self, gone)
         schedule, found, replayed = self._schedule, [], False
@@ -152,11 +153,12 @@ class Passes:
             self._outer.backward_begins(index)
         schedule.bind(index, again=True)
         try:
-            pieces = saved.graphs if whole is None else split_rows(whole, saved.rows)
+            kept = saved.graphs is not None
+            pieces = saved.graphs if kept else split_rows(Piece(hidden.detach(), *saved.given), saved.rows)
             if held is not None:
                 held.refuse_hooks()
             for k, (piece, part) in enumerate(zip(pieces, grad.split(saved.rows or len(grad)), strict=True)):
-                if whole is None:
+                if kept:
                     x, out = piece
                 else:
                     with saved.autocast():
@@ -209,9 +211,7 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor | None, hidden: Tensor, passes: Passes, index: int, args: Any, kwargs: Any
     ) -> Tensor:
-        ctx.passes, ctx.index = passes, index
-        ctx.args, ctx.kwargs = without_caches(args, kwargs)  # a recomputation would append to them a second time
-        before = hidden._version
+        ctx.passes, ctx.index, before = passes, index, hidden._version
         with passes.engine.lock:
             out, ctx.saved = passes.forward(index, Piece(hidden, args, kwargs), True, wanted=ctx.needs_input_grad[1])
         require(hidden._version == before, f"layer {index} writes to its input, from which it is to be recomputed")
@@ -225,15 +225,14 @@ class _Layer(torch.autograd.Function):
         # What adds to the anchor's gradient runs in a whole backward alone.
         partly = ctx.needs_input_grad[0] and not torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         require(not partly, "autograd.grad, or backward(inputs=…), through streamed layers; allowed: loss.backward()")
-        saved, args, kwargs, whole = ctx.saved, ctx.args, ctx.kwargs, None
+        saved, hidden = ctx.saved, None
         require(saved is not None, "a second backward through a streamed layer; run the forward again")
         same = saved.modes == Saved.modes_of(ctx.passes.stack[ctx.index].modules())
         found = f"layer {ctx.index} was put into training or evaluation mode, or its adapters were switched, between"
         require(same, f"{found} its forward and its backward; allowed: before or after both")
-        ctx.saved = ctx.args = ctx.kwargs = None  # nothing is left of the batch if somebody keeps the loss
+        ctx.saved = None  # nothing is left of the batch if somebody keeps the loss
         with ctx.passes.engine.lock:
             if saved.graphs is None:
                 hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
-                whole = Piece(hidden.detach(), args, kwargs)
-            found = ctx.passes.backward(ctx.index, whole, saved, grad, ctx.needs_input_grad[1])
+            found = ctx.passes.backward(ctx.index, hidden, saved, grad, ctx.needs_input_grad[1])
         return None, found, None, None, None, None
