@@ -151,7 +151,7 @@ class HostLayer(Traveller):
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
         self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
         self.arrived: Mark = None  # when `grads` are complete
-        self.backward = -1  # autograd's number of the layer's last backward
+        self.backward: int | None = None  # autograd's number of the layer's last backward since the last step
         self._hooks: list[RemovableHandle] = []
         self.version = 0  # how many updates have begun
         self.written = False  # the master may have to follow weights that somebody wrote

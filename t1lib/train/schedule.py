@@ -49,7 +49,6 @@ class Schedule:
         self.grads = [Slot(layout, device) for _ in range(min(choice.grad_slots, len(trained)))]
         self.compute, self.inward, self.outward = Lane(device, False), Lane(device, overlap), Lane(device, overlap)
         self.thread = UpdateThread(device)
-        self.updated: set[int] = set()  # layers that were updated since the last step, in the backward
         self._scratch = Scratch()  # the update thread's
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
         precision, rules = engine.precision, self._rules()
@@ -156,8 +155,7 @@ class Schedule:
             return
         if self.in_backward:
             twice = "a second backward before step(), with update_in_backward=True: leave that out to accumulate"
-            require(index not in self.updated, twice)
-            self.updated.add(index)
+            require(layer.backward is None, twice)
         slot, layer.reached = layer.grad_slot, set()
         before, layer.backward = layer.backward, torch._C._current_graph_task_id()
         self.compute.after(slot.freed)
@@ -223,9 +221,9 @@ class Schedule:
 
     def step(self) -> None:
         """Begin the updates of all layers that have gradients; the first layers' turn comes next."""
-        self.updated.clear()
         rules = self._rules()
         for layer in self._order:
+            layer.backward = None
             if layer.has_gradients:
                 self.begin(layer, rules)
         for layer in self._order[: len(self.weights)]:
