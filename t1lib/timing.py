@@ -19,11 +19,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def mark_now(device: torch.device, stream: "torch.cuda.Stream | None" = None) -> Mark:
+def mark_now(device: torch.device) -> Mark:
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record(stream or torch.cuda.current_stream(device))
+    event.record(torch.cuda.current_stream(device))
     return event
 
 
@@ -85,16 +85,14 @@ class Trace:
             self._closed.append((lane, phase, layer, start, mark_now(self.device)))
 
     @contextmanager
-    def span(
-        self, lane: str, phase: str, layer: int, stream: "torch.cuda.Stream | None" = None, host: bool = False
-    ) -> Iterator[None]:
-        """A span of device work on `stream` (default: the current one); or of work on the `host`, in any thread."""
+    def span(self, lane: str, phase: str, layer: int, host: bool = False) -> Iterator[None]:
+        """A span of device work on the current stream; or of work on the `host`, in any thread."""
         device = torch.device("cpu") if host else self.device
-        start = mark_now(device, stream)
+        start = mark_now(device)
         try:
             yield
         finally:  # PyTorch's checkpointing stops a recomputation early by raising an exception
-            self._closed.append((lane, phase, layer, start, mark_now(device, stream)))
+            self._closed.append((lane, phase, layer, start, mark_now(device)))
 
     def spans(self) -> list[Span]:
         """Synchronise and return all finished spans, ordered by start."""
@@ -113,5 +111,5 @@ class NoTrace:
 
     end = begin
 
-    def span(self, lane: str, phase: str, layer: int, *more: object, **options: object) -> nullcontext:
+    def span(self, lane: str, phase: str, layer: int, host: bool = False) -> nullcontext:
         return nullcontext()

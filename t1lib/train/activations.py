@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map
 from t1lib.errors import T1Error, require
 from t1lib.memory import pinned_zeros
 from t1lib.plan.cost import LEAVING
-from t1lib.timing import NoTrace
 from t1lib.train.layers import HostLayer
 from t1lib.train.schedule import Schedule
 
@@ -68,6 +67,7 @@ class Saved:
     modes: list[list[Any]]  # of each of the layer's modules
     version: int  # of the weights
     rows: int | None  # that were computed at a time
+    given: tuple[Any, ...]  # args and kwargs beside the input, without caches: a recomputation would append to them
     random: list[list[Tensor] | None] = field(default_factory=list)  # generators' state before it, if it drew numbers
     graphs: list[tuple[Tensor, Tensor]] | None = None  # input and output with the graph between them, if it is kept
     input: "OnHost | None" = None
@@ -110,8 +110,8 @@ class Inputs:
     runs far ahead of the device, would find none of that memory free yet, and allocate as much again.
     """
 
-    def __init__(self, schedule: Schedule, trace: Callable[[], NoTrace]) -> None:
-        self.device, self.compute, self.trace = schedule.device, schedule.compute, trace
+    def __init__(self, schedule: Schedule) -> None:
+        self.engine, self.device, self.compute = schedule.engine, schedule.device, schedule.compute
         self.inward, self.outward = schedule.inward, schedule.outward
         self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
         self.leaving: list[OnHost] = []  # still on the device, while their copies may run
@@ -137,7 +137,7 @@ class OnHost:
         self._before = weakref.ref(inputs.leaving[-1]) if inputs.leaving else lambda: None
         lane = inputs.outward
         lane.after(inputs.compute.mark())
-        with lane.active(), inputs.trace().span("out", "inputs", layer, lane.stream):
+        with lane.active(), inputs.engine.trace.span("out", "inputs", layer):
             buffer.copy_(tensor, non_blocking=True)
         self._left = lane.mark()
 
@@ -151,7 +151,7 @@ class OnHost:
             lane = self._inputs.inward
             self._tensor = torch.empty_like(self._buffer, device=self._inputs.device)
             lane.after(self._inputs.compute.mark())
-            with lane.active(), self._inputs.trace().span("in", "inputs", self._layer, lane.stream):
+            with lane.active(), self._inputs.engine.trace.span("in", "inputs", self._layer):
                 self._tensor.copy_(self._buffer, non_blocking=True)
             self._back = lane.mark()
 

@@ -139,16 +139,11 @@ class Engine:
                 self._replace(self.outer.embed, "forward", _Instead(weakref.ref(self), Engine.look_up))
         self.passes = Passes(self)
 
-    def traced(self) -> NoTrace:
-        return self.trace
-
     def _let_go(self) -> None:
         """Free what runs the layers, once nothing that is queued uses it."""
         if self.schedule is not None:
             self._ending()
-        if self.passes is not None:
-            self.passes.closed = True  # an earlier loss may still hold them
-        self.schedule = self.outer = self.passes = None
+        self.schedule = self.outer = self.passes = None  # an earlier loss may still hold them
 
     @torch.compiler.disable
     def run(self, index: int, *args: Any, **kwargs: Any) -> Tensor:

@@ -26,9 +26,7 @@ class Lane:
         self.own = torch.cuda.Stream(device, priority=-urgent) if self.cuda and own_stream else None
 
     @property
-    def stream(self) -> "torch.cuda.Stream | None":
-        if not self.cuda:
-            return None
+    def stream(self) -> "torch.cuda.Stream":
         return self.own or torch.cuda.current_stream(self._device)
 
     def active(self) -> AbstractContextManager:

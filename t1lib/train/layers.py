@@ -142,7 +142,6 @@ class HostLayer(Traveller):
         self.touched = False  # somebody may have written to the host's weights
         self.update: Update | None = None  # waits for its turn
         self.grads: Tensor | None = None  # on the host, flat, once there are any
-        self.grad_views: dict[str, Tensor] = {}
         self.waiting: list[Tensor] | None = None  # gradients on the device instead, in pieces
         # Copies of all that are not None, once somebody has looked at one, and may hold and change them: what the
         # buffer has does not count then.
@@ -152,7 +151,7 @@ class HostLayer(Traveller):
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
         self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
         self.arrived: Mark = None  # when `grads` are complete
-        self.backward = -1  # autograd's number of the layer's last backward
+        self.backward: int | None = None  # autograd's number of the layer's last backward since the last step
         self._hooks: list[RemovableHandle] = []
         self.version = 0  # how many updates have begun
         self.written = False  # the master may have to follow weights that somebody wrote
@@ -207,7 +206,7 @@ class HostLayer(Traveller):
         """Those on the host that are not None, by name."""
         if self.seen is not None:
             return self.seen
-        return {name: self.grad_views[name] for name in self.params if name not in self.absent}
+        return {name: view for name, view in self.layout.views(self.grads).items() if name not in self.absent}
 
     def see_gradients(self) -> None:
         """Make the host's gradients complete; as they may be changed now, their norms are no longer known. An update
@@ -255,9 +254,9 @@ class HostLayer(Traveller):
         """The gradients on the host, flat, in the buffer."""
         if self.seen is not None:
             wait_for(self.arrived)  # an update may still be reading what is there
-            self.room_for_gradients()
+            views = self.layout.views(self.room_for_gradients())
             for name, grad in self.seen.items():
-                self.grad_views[name].copy_(grad)
+                views[name].copy_(grad)
         return self.grads
 
     def add_up(self, sums: dict[str, Tensor]) -> None:
@@ -284,7 +283,6 @@ class HostLayer(Traveller):
         if self.grads is None:
             with torch.inference_mode(False):  # an evaluation may come between backward and step
                 self.grads = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
-                self.grad_views = self.layout.views(self.grads)
         return self.grads
 
     def refuse_hooks(self) -> None:

@@ -27,24 +27,22 @@ class Passes:
     """Forward and backward of an engine's layers."""
 
     def __init__(self, engine: "Engine") -> None:
-        self.stack, self._forwards, choice, self.lock = engine.stack, engine.forwards, engine.choice, engine.lock
-        self._schedule, self._outer = engine.schedule, engine.outer
-        self.device, self._micro_batch, self._trace = engine.device, engine.micro_batch, engine.traced
+        self.engine, self.stack, choice, self.device = engine, engine.stack, engine.choice, engine.device
+        self._schedule, self._outer = engine.schedule, engine.outer  # which the engine may let go earlier
         self._kept = len(self.stack) - choice.keep  # the first layer that keeps its activations
-        own = zip(self.stack, self._forwards, strict=True)
+        own = zip(self.stack, engine.forwards, strict=True)
         plain = all(getattr(forward, "__func__", None) is type(layer).forward for layer, forward in own)
         known = all(type(layer).__module__.startswith("transformers.models.") for layer in self.stack)
         self._recompute = Recompute(whole=not (plain and known))  # of a compiled one, for example, nothing is left out
         owned = ([(m._parameters, *p) for m in layer.modules() for p in m._parameters.items()] for layer in self.stack)
         self._places = [[place for place in places if place[2] is not None] for places in owned]
-        self._inputs = Inputs(self._schedule, self._trace) if choice.inputs == "host" else None
-        self.closed = False
+        self._inputs = Inputs(self._schedule) if choice.inputs == "host" else None
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         # Layers that may run as CUDA graphs: all that they use comes in through the slots or as an argument.
         held = self._schedule.layers.items()
-        self.for_graphs = {i for i, own in held if len(own.params) == len([*self.stack[i].parameters()])}
-        self._graphs = LayerGraphs(self.stack, self.for_graphs) if self.device.type == "cuda" else None
-        self._graph_tokens = launch_bound(engine.layout.numel)
+        allowed = {i for i, own in held if len(own.params) == len([*self.stack[i].parameters()])}
+        self._graphs = LayerGraphs(self.stack, allowed)
+        self._graph_tokens = launch_bound(engine.layout.numel) if self.device.type == "cuda" else -1  # at most
 
     def run(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Run layer `index` on hidden states (B, …) with the other arguments that the model gives it."""
@@ -61,7 +59,7 @@ class Passes:
         keys = [getattr(cache.layers[index], "keys", None) for cache in caches if index < len(cache.layers)]
         earlier = [found for found in keys if found is not None]  # keys of earlier tokens
         if not (trains or (grad and any(t.requires_grad for t in (hidden, *earlier)))):
-            with self.lock:
+            with self.engine.lock:
                 return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
         require(not earlier, "past_key_values that hold tokens, as in prefix tuning; to decode, use torch.no_grad()")
         held = self._schedule.layers.get(index)
@@ -85,15 +83,16 @@ class Passes:
         require(not merged or held is None, unmerged)  # it would take them out of a copy in a slot
         version, graphs = 0 if held is None else held.version, [] if keep else None
         cached = any(isinstance(value, Cache) for value in (*whole.args, *whole.kwargs.values()))
-        rows = None if cached else self._micro_batch
-        saved, outputs = Saved(self.device, Saved.modes_of(modules), version, rows, graphs=graphs), []
+        rows = None if cached else self.engine.micro_batch
+        given, outputs = without_caches(whole.args, whole.kwargs), []
+        saved = Saved(self.device, Saved.modes_of(modules), version, rows, given, graphs=graphs)
         self._schedule.bind(index)
         try:
             if save and held is not None:
                 held.refuse_hooks()
             for piece in split_rows(whole, rows):
                 before = saved.random_state() if save and not keep else None
-                with saved.autocast(), self._trace().span("compute", "forward", index):
+                with saved.autocast(), self.engine.trace.span("compute", "forward", index):
                     if keep:
                         saved.graphs.append(self._with_graph(index, piece, wanted))
                         out = saved.graphs[-1][1]
@@ -109,7 +108,7 @@ class Passes:
                 if before is not None:
                     drew = not all(map(torch.equal, before, saved.random_state()))
                     saved.random.append(before if drew else None)
-                    if drew and self._graphs is not None:
+                    if drew:
                         self._graphs.stop()
             if self._outer is not None:
                 self._outer.forward_done(index)
@@ -120,7 +119,7 @@ class Passes:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), saved
 
     def _call(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        out = self._forwards[index](hidden, *args, **kwargs)
+        out = self.engine.forwards[index](hidden, *args, **kwargs)
         kind = type(out).__name__
         require(isinstance(out, Tensor), f"layer {index} returns a {kind}; allowed: one tensor, the hidden states")
         return out
@@ -137,15 +136,15 @@ class Passes:
 
     def _may_replay(self, index: int, piece: Piece) -> bool:
         """Whether the layer may run as a CUDA graph: it is launch-bound, and does the same every time."""
-        if self._graphs is None or piece.hidden.shape[:-1].numel() > self._graph_tokens:
-            return False
         odd = torch.is_autocast_enabled(self.device.type) or torch.is_inference_mode_enabled()
-        return not odd and self._graphs.allow(index)
+        bound = piece.hidden.shape[:-1].numel() <= self._graph_tokens
+        return bound and not odd and self._graphs.allow(index)
 
-    def backward(self, index: int, whole: Piece | None, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
-        """Return the gradient of the layer's input, given that of its output, and send off the layer's own. whole: what
-        the forward was given; None: its graphs are kept"""
-        require(not self.closed, "a backward after close(), of a forward before it; run the forward again")
+    def backward(self, index: int, hidden: Tensor | None, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
+        """Return the gradient of the layer's input, given that of its output, and send off the layer's own. hidden: the
+        input; None: graphs are kept"""
+        gone = "a backward after close(), of a forward before it; run the forward again"
+        require(self.engine.passes is self, gone)
         schedule, found, replayed = self._schedule, [], False
         held = schedule.layers.get(index)
         late = held is not None and not schedule.in_backward and held.version != saved.version
@@ -154,11 +153,12 @@ class Passes:
             self._outer.backward_begins(index)
         schedule.bind(index, again=True)
         try:
-            pieces = saved.graphs if whole is None else split_rows(whole, saved.rows)
+            kept = saved.graphs is not None
+            pieces = saved.graphs if kept else split_rows(Piece(hidden.detach(), *saved.given), saved.rows)
             if held is not None:
                 held.refuse_hooks()
             for k, (piece, part) in enumerate(zip(pieces, grad.split(saved.rows or len(grad)), strict=True)):
-                if whole is None:
+                if kept:
                     x, out = piece
                 else:
                     with saved.autocast():
@@ -166,15 +166,15 @@ class Passes:
                             found.append(self._replay(index, piece, part, wanted, first=k == 0))
                             replayed = True
                             continue
-                        with saved.drawing_again(k), self._trace().span("compute", "recompute", index):
+                        with saved.drawing_again(k), self.engine.trace.span("compute", "recompute", index):
                             x, out = self._with_graph(index, piece, wanted, again=True)
                 if k == 0:
                     schedule.want_gradients(index)  # not before: it waits for a slot
-                with self._trace().span("compute", "backward", index):
+                with self.engine.trace.span("compute", "backward", index):
                     if out.requires_grad:  # unless it is the input, of a layer that was skipped
                         torch.autograd.backward(out, part)
                 found.append(x.grad)
-            if held is not None and self._graphs is not None:
+            if held is not None:
                 self._graphs.note_gradients(held, replayed)
             with uninterrupted():
                 schedule.backward_done(index)
@@ -197,7 +197,7 @@ class Passes:
             self._schedule.want_gradients(index)
         held = self._schedule.layers[index]
         key = held.slot, held.grad_slot, self.stack[index].training, wanted
-        with self._trace().span("compute", "backward", index):
+        with self.engine.trace.span("compute", "backward", index):
             return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
 
 
@@ -211,10 +211,8 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor | None, hidden: Tensor, passes: Passes, index: int, args: Any, kwargs: Any
     ) -> Tensor:
-        ctx.passes, ctx.index = passes, index
-        ctx.args, ctx.kwargs = without_caches(args, kwargs)  # a recomputation would append to them a second time
-        before = hidden._version
-        with passes.lock:
+        ctx.passes, ctx.index, before = passes, index, hidden._version
+        with passes.engine.lock:
             out, ctx.saved = passes.forward(index, Piece(hidden, args, kwargs), True, wanted=ctx.needs_input_grad[1])
         require(hidden._version == before, f"layer {index} writes to its input, from which it is to be recomputed")
         kept = ctx.saved.graphs is not None or ctx.saved.input is not None
@@ -227,15 +225,14 @@ class _Layer(torch.autograd.Function):
         # What adds to the anchor's gradient runs in a whole backward alone.
         partly = ctx.needs_input_grad[0] and not torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         require(not partly, "autograd.grad, or backward(inputs=…), through streamed layers; allowed: loss.backward()")
-        saved, args, kwargs, whole = ctx.saved, ctx.args, ctx.kwargs, None
+        saved, hidden = ctx.saved, None
         require(saved is not None, "a second backward through a streamed layer; run the forward again")
         same = saved.modes == Saved.modes_of(ctx.passes.stack[ctx.index].modules())
         found = f"layer {ctx.index} was put into training or evaluation mode, or its adapters were switched, between"
         require(same, f"{found} its forward and its backward; allowed: before or after both")
-        ctx.saved = ctx.args = ctx.kwargs = None  # nothing is left of the batch if somebody keeps the loss
-        with ctx.passes.lock:
+        ctx.saved = None  # nothing is left of the batch if somebody keeps the loss
+        with ctx.passes.engine.lock:
             if saved.graphs is None:
                 hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
-                whole = Piece(hidden.detach(), args, kwargs)
-            found = ctx.passes.backward(ctx.index, whole, saved, grad, ctx.needs_input_grad[1])
+            found = ctx.passes.backward(ctx.index, hidden, saved, grad, ctx.needs_input_grad[1])
         return None, found, None, None, None, None

@@ -39,19 +39,16 @@ class Schedule:
     """
 
     def __init__(self, engine: "Engine", guests: list[Tensor], trains: bool) -> None:
-        self._order = list(engine.host)  # in which the layers run, and take turns in the slots
+        self.engine, self._order = engine, list(engine.host)  # in which the layers run, and take turns in the slots
         self.layers = {layer.index: layer for layer in self._order}
-        self.device, self.in_backward, self._overlap = engine.device, engine.in_backward, engine.overlap
+        self.device, self.in_backward, self._rules = engine.device, engine.in_backward, engine.optimizer.rules
         layout, device, choice, overlap = engine.layout, engine.device, engine.choice, engine.overlap
-        self._rules, self._trace = engine.optimizer.rules, engine.traced
-        self._accumulate = engine.accumulate
         self._waits_on_device = choice.grads == "device" and not self.in_backward
         trained = [layer for layer in self._order if layer.trained and trains]
         self.weights = [Slot(layout, device) for _ in range(min(choice.slots, len(self._order)))]
         self.grads = [Slot(layout, device) for _ in range(min(choice.grad_slots, len(trained)))]
         self.compute, self.inward, self.outward = Lane(device, False), Lane(device, overlap), Lane(device, overlap)
         self.thread = UpdateThread(device)
-        self.updated: set[int] = set()  # layers that were updated since the last step, in the backward
         self._scratch = Scratch()  # the update thread's
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
         precision, rules = engine.precision, self._rules()
@@ -78,7 +75,7 @@ class Schedule:
         any_travels = guests or (not self.stateless and any(layer.travels for layer in self._order))
         kinds = {"weight": layout.dtype, **kinds} | ({} if self.in_backward else {"grad": layout.dtype})
         numel = max([layout.numel, *(guest.numel() for guest in guests)])
-        self.travel = Travel(device, kinds if any_travels else {}, numel, overlap, self._trace)
+        self.travel = Travel(engine, kinds if any_travels else {}, numel)
         # The buffers' zeros, and what was in their memory before, may still be queued: no copy may overtake them.
         made = self.compute.mark()
         for lane in (self.inward, self.outward, *self.travel.lanes):
@@ -97,13 +94,13 @@ class Schedule:
         phase = "weights again" if again else "weights"
         with uninterrupted():  # a copy that is queued for a slot that nobody knows to be taken would come too late
             slot.holds = None  # until the copy is sure to be queued
-            self.thread.then(layer.index, partial(self._copy_in, layer, phase, self._trace()))
+            self.thread.then(layer.index, partial(self._copy_in, layer, phase, self.engine.trace))
             slot.holds = layer
 
     def _copy_in(self, layer: HostLayer, phase: str, trace: NoTrace) -> None:
         slot, lane = layer.slot, self.inward
         lane.after(slot.freed, layer.left)
-        with lane.active(), trace.span("in", phase, layer.index, lane.stream):
+        with lane.active(), trace.span("in", phase, layer.index):
             slot.flat.copy_(layer.flat, non_blocking=True)
         slot.filled = lane.mark()
 
@@ -134,23 +131,22 @@ class Schedule:
                     layer.slot.holds = None
                 layer.take_over()
 
-    def release(self, index: int, again: bool = False, around: bool = False, follows: bool = True) -> HostLayer | None:
-        """Point the parameters back at the host; once the device has left the slot, the layer that has it next comes
-        in, unless it should not: in the forward or, with `again`, in the backward. around: the first layers run after
-        the last ones. Returns that layer if it is to be fetched only after an update that reads the slot"""
-        layer, count = self.layers.get(index), len(self._order)
-        if layer is None:
-            return None
-        layer.unbind()
-        layer.slot.freed = self.compute.mark()
-        turn = self._order.index(layer) + (-1 if again else 1) * len(self.weights)
+    def release(self, index: int, again: bool = False, around: bool = False, follows: bool = True) -> None:
+        """Point the parameters back at the host; if a layer `follows` in the slot, it comes in: see `fetch_next`."""
+        layer = self.layers.get(index)
+        if layer is not None:
+            layer.unbind()
+            layer.slot.freed = self.compute.mark()
+            if follows:
+                self.fetch_next(layer, again, around)
+
+    def fetch_next(self, layer: HostLayer, again: bool, around: bool = False) -> None:
+        """Fetch the layer that has this one's slot next, once the device has left it: in the forward or, with `again`,
+        in the backward. around: the first layers run after the last ones"""
+        turn, count = self._order.index(layer) + (-1 if again else 1) * len(self.weights), len(self._order)
         turn = turn % count if around else turn
-        following = self._order[turn] if follows and 0 <= turn < count else None
-        if again and self._read_slots and layer.travels:
-            return following
-        if following is not None and layer.slot.holds is not following:
-            self.fetch(following, again)
-        return None
+        if 0 <= turn < count and layer.slot.holds is not self._order[turn]:
+            self.fetch(self._order[turn], again)
 
     def want_gradients(self, index: int) -> None:
         """Give the layer's parameters a slot for their gradients: zeroed, or with what has been summed so far."""
@@ -159,14 +155,13 @@ class Schedule:
             return
         if self.in_backward:
             twice = "a second backward before step(), with update_in_backward=True: leave that out to accumulate"
-            require(index not in self.updated, twice)
-            self.updated.add(index)
+            require(layer.backward is None, twice)
         slot, layer.reached = layer.grad_slot, set()
         before, layer.backward = layer.backward, torch._C._current_graph_task_id()
         self.compute.after(slot.freed)
         if layer.has_gradients:
             beside = "a backward while gradients are there, with accumulate=False: call zero_grad(), or leave that out"
-            require(self._accumulate or before == layer.backward, beside)
+            require(self.engine.accumulate or before == layer.backward, beside)
             layer.see_gradients()
             slot.flat.copy_(layer.gather(), non_blocking=True)
             for name in layer.absent:
@@ -188,19 +183,20 @@ class Schedule:
         layer.norms = {n: norm for n, norm in zip(layer.params, norms, strict=True) if n not in layer.absent}
         in_slot = self.stateless and layer.travels
         if in_slot:  # the new weights, put in place of the gradients, leave
-            with self._trace().span("compute", "update", index):
+            with self.engine.trace.span("compute", "update", index):
                 for at, rule, count in layer.spans(self._rules()):
                     update([weights[at]], [slot.flat[at]], [{}], rule, count)
                 slot.flat.copy_(weights)
         slot.filled = self.compute.mark()
-        following = self.release(index, again=True)
+        reads = self._read_slots and layer.travels
+        self.release(index, again=True, follows=not reads)
         if in_slot:
             layer.left = self._send(layer, layer.flat, "weights")
         elif self.in_backward and layer.travels:
             layer.update = Update(slot.flat, layer.spans(self._rules()), (slot.filled,), not layer.absent)
             slot.freed = self._begin_update(layer)
-            if following is not None:
-                self.fetch(following, again=True)
+            if reads:
+                self.fetch_next(layer, again=True)
         elif layer.seen is not None:
             layer.add_up(slot.views)  # the host waits for it
             slot.freed = slot.filled
@@ -218,16 +214,16 @@ class Schedule:
         """Queue the copy of the layer's gradient slot to the host; returns the mark when it has arrived."""
         slot, lane = layer.grad_slot, self.outward
         lane.after(slot.filled, layer.arrived)
-        with lane.active(), self._trace().span("out", what, layer.index, lane.stream):
+        with lane.active(), self.engine.trace.span("out", what, layer.index):
             to.copy_(slot.flat, non_blocking=True)
         slot.freed = lane.mark()
         return slot.freed
 
     def step(self) -> None:
         """Begin the updates of all layers that have gradients; the first layers' turn comes next."""
-        self.updated.clear()
         rules = self._rules()
         for layer in self._order:
+            layer.backward = None
             if layer.has_gradients:
                 self.begin(layer, rules)
         for layer in self._order[: len(self.weights)]:
@@ -258,8 +254,8 @@ class Schedule:
             return
         if layer.slot.holds is layer:
             layer.slot.holds = None  # stale from here on
-        self.thread.submit(layer.index, partial(self._update_on_host, layer, given, self._trace()), *given.known)
-        if not self._overlap:
+        self.thread.submit(layer.index, partial(self._update_on_host, layer, given, self.engine.trace), *given.known)
+        if not self.engine.overlap:
             self.thread.wait(layer.index)
 
     def _update_on_host(self, layer: HostLayer, given: Update, trace: NoTrace) -> None:

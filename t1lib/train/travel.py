@@ -2,20 +2,22 @@
 and a third leaves, all while layers compute. (The host's cores are slow at the 24 bytes that AdamW reads and writes per
 parameter, and needed for launching kernels; the link is idle for most of a step.)"""
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from t1lib.optimizers import Rule
 from t1lib.plan.cost import PIECE, slots_for
-from t1lib.timing import NoTrace
 from t1lib.train.lanes import Lane, Mark
 from t1lib.train.update import Scratch, update
+
+if TYPE_CHECKING:
+    from t1lib.train.engine import Engine
 
 TOGETHER = 4  # pieces that the host queues at a time, so that it switches lanes less often
 
@@ -59,11 +61,9 @@ class Travel:
     numel   elements of the largest traveller
     """
 
-    def __init__(
-        self, device: torch.device, kinds: dict[str, torch.dtype], numel: int, overlap: bool,
-        trace: Callable[[], NoTrace],
-    ) -> None:  # fmt: skip
-        self._size, self._trace = max(1, min(PIECE, numel)), trace  # elements of a piece, at most
+    def __init__(self, engine: "Engine", kinds: dict[str, torch.dtype], numel: int) -> None:
+        self._engine, device, overlap = engine, engine.device, engine.overlap
+        self._size = max(1, min(PIECE, numel))  # elements of a piece, at most
         inward, updates, outward = Lane(device, overlap), Lane(device, overlap, urgent=True), Lane(device, overlap)
         self.lanes = inward, updates, outward
         count = slots_for(sum(dtype.itemsize for dtype in kinds.values())) if kinds else 0
@@ -106,20 +106,20 @@ class Travel:
                     turn = next(self._turns)
                     slot = {key: buffer[: at.stop - at.start] for key, buffer in turn[0].items()}
                     inward.after(turn[1])
-                    with self._trace().span("in", "state", traveller.index, inward.stream):
+                    with self._engine.trace.span("in", "state", traveller.index):
                         torch._foreach_copy_([slot[key] for key in come], list(come.values()), non_blocking=True)
                     underway.append((at, home, slot, turn, inward.mark()))
             with lane.active():
                 for number, (at, home, slot, _, arrived) in enumerate(underway, start):
                     lane.after(arrived)
-                    with self._trace().span("update", "device update", traveller.index, lane.stream):
+                    with self._engine.trace.span("update", "device update", traveller.index):
                         grad = slot["grad"] if come_too else given.grads[number if waited else at]
                         self._update(at, slot, home.keys(), grad, given)
                     marks.append(lane.mark())
             with outward.active():
                 for (_, home, slot, turn, _), mark in zip(underway, marks, strict=True):
                     outward.after(mark)
-                    with self._trace().span("out", "state", traveller.index, outward.stream):
+                    with self._engine.trace.span("out", "state", traveller.index):
                         torch._foreach_copy_(list(home.values()), [slot[key] for key in home], non_blocking=True)
                     turn[1] = outward.mark()
             traveller.left = outward.mark()
