@@ -164,7 +164,7 @@ class Outer:
             self._take_over()
         at_once = any(_references(held.param) > _references(ALONE) for held in self.held)
         for held in self.held:
-            held.grad = held.param.grad
+            held.grad = None if held.param.grad is None else held.param.grad.contiguous()
             if held.grad is not None:
                 self._counts[held.param] += 1
         self._rules, self._pending = self._optimizer.rules(), any(held.grad is not None for held in self.held)

@@ -180,6 +180,8 @@ class Passes:
                 schedule.backward_done(index)
         except BaseException:
             schedule.release(index, again=True, follows=False)
+            if held is not None:
+                held.backward = None
             raise
         if not wanted:
             return None

@@ -18,6 +18,7 @@ import pytest
 import stream_cases
 import torch
 from copies import wait_for
+from refusals import refused
 from stream_cases import assert_same_state, assert_same_weights, going_on, six_steps, streaming, weights
 from stream_loops import adamw, grouped, model_loss, own_clip, sgd, train
 from stream_models import blocks, data, llama, qwen3
@@ -25,6 +26,7 @@ from torch import nn
 
 from t1lib.plan.cost import Choice
 from t1lib.train import activations, stream
+from t1lib.train.travel import Travel
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
@@ -153,6 +155,47 @@ def test_aborted_steps(options, error):
             own.zero_grad()
             assert all(p.grad is None for p in streamed.parameters())
             model_loss(streamed, BATCHES[3])  # of which an error in her own loss leaves no backward
+
+
+@pytest.mark.parametrize("layer, call", [(3, 0), (1, 2), (0, 2), (0, 0)])
+def test_an_aborted_backward_that_had_updated_layers_is_undone_by_a_checkpoint(layer, call):
+    model = blocks()
+    model, own = stream(model, adamw(model), layers=model.blocks, update_in_backward=True)
+    train(model, own, BATCHES[:2])
+    saved = copy.deepcopy((model.state_dict(), own.state_dict()))
+    train(model, own, BATCHES[2:])
+    after = weights(model)
+    for _ in range(2):
+        model.load_state_dict(saved[0])
+        own.load_state_dict(saved[1])
+        own.zero_grad()
+        with pytest.raises(ArithmeticError):
+            model.blocks[layer].fault.arm(ArithmeticError("broken"), call)
+            model_loss(model, BATCHES[2]).backward()
+    model.load_state_dict(saved[0])
+    own.load_state_dict(saved[1])
+    own.zero_grad()
+    train(model, own, BATCHES[2:])
+    assert_same_weights(model, after)
+    model_loss(model, BATCHES[0]).backward()
+    own.zero_grad()  # does not take back a whole backward's updates
+    refused(lambda: model_loss(model, BATCHES[0]).backward(), "a second backward before step")
+
+
+def test_a_gradient_in_another_layout_is_copied_before_the_update_may_read_it(monkeypatch):
+    seen, by_piece = [], Travel.by_piece
+
+    def note(self, held, given, **options):
+        seen.append(given.grads.data_ptr() == held.grad.data_ptr())
+        return by_piece(self, held, given, **options)
+
+    monkeypatch.setattr(Travel, "by_piece", note)
+    with streaming(model := llama(), adamw(model), choice=Choice(outer="host", resident=4)) as (model, own):
+        model_loss(model, BATCHES[0]).backward()
+        model.lm_head.weight.grad = model.lm_head.weight.grad.t().contiguous().t()
+        own.step()
+        own.drain()
+    assert seen and all(seen)
 
 
 @contextmanager
