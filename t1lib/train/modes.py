@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from t1lib.errors import require
 from t1lib.plan.cost import Choice
@@ -26,6 +27,9 @@ class SlideTrainer(Trainer):
     layers updated and others not. Each layer computes `micro_batch` rows at a time; the head gets the whole batch, and
     `fused` or `chunked` bounds what that takes.
     """
+
+    def __init__(self, model: PreTrainedModel, mode: str = "slide", **options: Any) -> None:
+        super().__init__(model, mode, **options)
 
     def _place(
         self, *, gpu_memory: str | int | None = None, plan_for: tuple[int, int] | None = None,

@@ -92,10 +92,9 @@ class StreamOptimizer(ResidentOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        aborted = any(layer.trained and layer.backward is None for layer in self._engine.host)
+        if self._engine.schedule is not None:
+            self._engine.schedule.begin_anew()
         for layer in self._engine.host:
-            if aborted:  # a backward that updates layers ended early: another one may begin
-                layer.backward = None
             if set_to_none:
                 layer.forget_gradients()
             elif layer.has_gradients:

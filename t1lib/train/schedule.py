@@ -43,6 +43,7 @@ class Schedule:
         self.layers = {layer.index: layer for layer in self._order}
         self.device, self.in_backward, self._rules = engine.device, engine.in_backward, engine.optimizer.rules
         layout, device, choice, overlap = engine.layout, engine.device, engine.choice, engine.overlap
+        self.aborted = False  # whether an error ended a backward since the last step
         self._waits_on_device = choice.grads == "device" and not self.in_backward
         trained = [layer for layer in self._order if layer.trained and trains]
         self.weights = [Slot(layout, device) for _ in range(min(choice.slots, len(self._order)))]
@@ -219,9 +220,16 @@ class Schedule:
         slot.freed = lane.mark()
         return slot.freed
 
+    def begin_anew(self) -> None:
+        """After an aborted backward, which may have updated layers, let another one begin."""
+        if self.aborted:
+            for layer in self._order:
+                layer.backward = None
+        self.aborted = False
+
     def step(self) -> None:
         """Begin the updates of all layers that have gradients; the first layers' turn comes next."""
-        rules = self._rules()
+        rules, self.aborted = self._rules(), False
         for layer in self._order:
             layer.backward = None
             if layer.has_gradients:
