@@ -212,7 +212,7 @@ class Pass:
     ) -> Callable[[int], None]:
         """z ← exponentials or gradients (`gradient`) of the logits of the columns from `first` on; None: sums alone,
         over one of `every` columns."""
-        o, t, x = self.o, self.tiles, self.x
+        o, t = self.o, self.tiles
         w, vocab = o.w[::every], ceil(o.opts.vocab, every)
         splits = 1 if gradient else min(self.splits, ceil(vocab, t.n))
         flags = logits.Flags(gradient, redo, self.PRECISE, self.EVEN_SHARE, vocab % t.n != 0)
@@ -222,9 +222,9 @@ class Pass:
         grid = o.device.units if gradient else ceil(self.size, t.m) * splits
         if hopper is not None and self.tma and aligned(w) and w.element_size() == 2:
             out = dict(z=None, marks=None) if z is None else dict(z=boxes(z, 64))
-            given |= dict(x=boxes(x, 64), w=boxes(w, t.n), S=STAGES)
+            given |= dict(x=boxes(self.x, 64), w=boxes(w, t.n), S=STAGES)
             return self.launch(hopper.logits, grid, **out, **given, num_warps=4)
-        tiles = dict(x=self._tile(x, t.m, t.k), w=self._tile(w, t.n, t.k), z=self._tile(z, t.m, t.n))
+        tiles = dict(x=self._tile(self.x, t.m, t.k), w=self._tile(w, t.n, t.k), z=self._tile(z, t.m, t.n))
         return self.launch(logits.logits, grid, **tiles, **given, num_warps=t.warps, num_stages=t.stages)
 
     def products(self, z: Tensor, first: int, even_sum: Tensor | None = None) -> Callable[[int], None]:

@@ -180,9 +180,7 @@ class Passes:
                 schedule.backward_done(index)
         except BaseException:
             schedule.release(index, again=True, follows=False)
-            # A refused second backward is not the one that has updated layers.
-            if held is not None and held.backward in (None, torch._C._current_graph_task_id()):
-                schedule.aborted = True
+            schedule.abort()
             raise
         if not wanted:
             return None

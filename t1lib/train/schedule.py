@@ -220,6 +220,11 @@ class Schedule:
         slot.freed = lane.mark()
         return slot.freed
 
+    def abort(self) -> None:
+        """An error ends a backward. If a whole one was before it, its updates stand, and this one was to be refused."""
+        now = torch._C._current_graph_task_id()
+        self.aborted = all(layer.backward in (None, now) for layer in self._order)
+
     def begin_anew(self) -> None:
         """After an aborted backward, which may have updated layers, let another one begin."""
         if self.aborted:

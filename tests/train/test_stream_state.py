@@ -157,10 +157,11 @@ def test_aborted_steps(options, error):
             model_loss(streamed, BATCHES[3])  # of which an error in her own loss leaves no backward
 
 
-@pytest.mark.parametrize("layer, call", [(3, 0), (1, 2), (0, 2), (0, 0)])
-def test_an_aborted_backward_that_had_updated_layers_is_undone_by_a_checkpoint(layer, call):
-    model = blocks()
-    model, own = stream(model, adamw(model), layers=model.blocks, update_in_backward=True)
+@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize("layer, call", [(3, 0), (2, 2), (1, 2), (0, 2), (0, 0)])
+def test_an_aborted_backward_that_had_updated_layers_is_undone_by_a_checkpoint(layer, call, resident):
+    model, kept = blocks(), Choice(resident=resident)
+    model, own = stream(model, adamw(model), layers=model.blocks, update_in_backward=True, choice=kept)
     train(model, own, BATCHES[:2])
     saved = copy.deepcopy((model.state_dict(), own.state_dict()))
     train(model, own, BATCHES[2:])
