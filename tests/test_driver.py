@@ -95,7 +95,6 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
     [
         (["run", "deno", "--profile", "smoke"], "unknown experiment 'deno'; allowed: demo, other. Did you mean"),
         (["run", "--profile", "laptop"], "unknown profile 'laptop'; allowed: h200, smoke, auto."),
-        (["run", "--profile", "smoke", "-p", "stpes", "1"], "unknown parameter 'stpes'"),
         (["run", "other", "--profile", "smoke", "-p", "steps", "1"], "unknown parameter 'steps'; allowed: profile."),
         (["run", "demo", "--profile", "h200"], "profile 'h200' is for a GPU, and there is no CUDA device here"),
         (["run", "--profile", "smoke", "-p", "steps", "many"], "-p: 'steps' is 'many'; it should be a valid integer"),

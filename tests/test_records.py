@@ -5,7 +5,6 @@ import json
 import math
 import platform
 import subprocess
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -13,7 +12,6 @@ import pytest
 import torch
 from refusals import refused
 
-from t1lib.kit.run import Run
 from t1lib.kit.tables import make_table, mean_std
 from t1lib.measure.manifest import default_profile, environment, git_state
 from t1lib.measure.records import Numbers, Records, escape_latex, format_number, gate_losses, numeric, statuses
@@ -95,9 +93,7 @@ def test_the_commit_is_gits_or_else_the_environments(checkout, monkeypatch):
     monkeypatch.setenv("T1_DIRTY", "1")
     assert git_state() == {"commit": "abc1" * 10, "dirty": True}
     monkeypatch.setenv("T1_COMMIT", "main")
-    checkout.add("demo")
-    start = partial(Run, "demo", {"profile": "smoke", "steps": 1, "rate": 1.0})
-    refused(start, "T1_COMMIT is 'main'; allowed: a commit's 40 hexadecimal digits")
+    refused(git_state, "T1_COMMIT is 'main'; allowed: a commit's 40 hexadecimal digits")
     own = ["git", "-C", str(checkout.root), "-c", "user.name=t", "-c", "user.email=t@t"]
     for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
         subprocess.run([*own, *command], check=True)

@@ -143,11 +143,11 @@ def test_copies_and_files(tmp_path):
 def test_compiled_code_of_a_plain_call_is_not_taken_for_a_patched_one():
     model, found = build("Llama", num_hidden_layers=1), []
     compiled = torch.compile(model, backend="eager")
-    for change in (lambda _: None, partial(patch_head, **CHUNKED), unpatch_head, patch_head):
+    for change in (lambda _: None, partial(patch_head, **CHUNKED), unpatch_head):
         change(model)
         found.append(compiled(**batch()))
-    assert [outputs.logits is None for outputs in found] == [False, True, False, True]
-    torch.testing.assert_close([outputs.loss for outputs in found], 4 * [found[0].loss], rtol=1e-6, atol=0.0)
+    assert [outputs.logits is None for outputs in found] == [False, True, False]
+    torch.testing.assert_close([outputs.loss for outputs in found], 3 * [found[0].loss], rtol=1e-6, atol=0.0)
 
 
 def test_threads():
@@ -271,12 +271,10 @@ LOGITS = {
     "cat": lambda z: torch.cat([z, z]),
     "mul": lambda z: torch.mul(other=z, input=torch.ones(1)),
     "arithmetic": lambda z: 1.0 / z,
-    "or assignment": lambda z: torch.where(z > 0, z, 0.0),
     "scaling": lambda z: z * torch.ones(VOCAB),
     "division": lambda z: z / 0.0,
     "tanh": lambda z: z.tanh().tanh(),
     "indexing": lambda z: z[..., 3:],
-    "assignment": lambda z: z.__setitem__((..., 3), 0.0),
     "Odd asks for no cross-entropy of what its output layer": None,
 }
 REFUSED = {

@@ -24,6 +24,14 @@ KILLED = pytest.param("killed", "the process was killed: host memory", marks=pos
 LIMIT = 3.0  # seconds for the rank that sleeps
 
 
+@pytest.fixture(scope="module", autouse=True)
+def found_by_the_fork_server():
+    """Python 3.11 does not hand `sys.path` to it: each process would import this module, and all it needs, anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        yield
+
+
 def stumble(error):
     raise error
 
@@ -210,7 +218,7 @@ def test_no_memory_on_a_rank_is_a_status(tmp_path, capfd, how, why):
 @pytest.mark.parametrize("end", ["SIGKILL", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_ranks_end_with_the_process_that_started_them(tmp_path, end):
     # In a background job, Ctrl-C is ignored until somebody asks for it.
-    code = f"""import signal, sys; sys.path = {sys.path!r}; import test_ends
+    code = f"""import signal, test_ends
 signal.signal(signal.SIGINT, signal.default_int_handler)
 task = test_ends.task, {{"how": "sleeps", "pids": {str(tmp_path)!r}}}
 test_ends.measure_ranks(test_ends.Records(), *task, 2, name="", variants=[], device="cpu", limit=600.0)"""
