@@ -274,6 +274,8 @@ EVERY: dict[str, tuple[dict[str, Any], str]] = {
     "class weights": ({"weight": torch.ones(258)}, r"weight must have shape \(257,\), got \(258,\)"),
     "by vocabulary": ({"head": "chunked", "by": "vocabulary"}, 'by="sequence"'),
     "a filter where chunked stands in": ({**WIDE, "filter_eps": 0.1}, "has no filter_eps"),
+    "a target out of range": ({"target": P.target.clamp(min=257)}, r"lie in \[0, 257\).*got 257"),
+    "workspace": ({"workspace": 1000}, "the least that works is"),
     "no rows": ({"linear_weight": P.w[:0]}, r"\(0, 16\)"),
     "no group": ({"group": None}, "group must be a ProcessGroup, .*got NoneType"),
 }
