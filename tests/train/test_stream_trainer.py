@@ -198,7 +198,7 @@ def test_refused(name, tmp_path):
 
 
 def test_refused_models_and_arguments(tmp_path):
-    trainer(StreamTrainer, tmp_path, streamed := dropping()).train()
+    trainer(StreamTrainer, tmp_path, streamed := dropping(), max_steps=1).train()
     recomputing = dropping()
     recomputing.gradient_checkpointing_enable()
     for model, message in ((streamed, "streamed already"), (recomputing, "checkpointing")):
