@@ -15,7 +15,6 @@ from t1lib.train import build_model
 
 LAYERS = 4
 ROWS, LENGTH, VOCABULARY = 4, 7, 61
-STEPS = 6
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_hidden_layers": LAYERS}
 SHAPE |= {"vocab_size": VOCABULARY, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -52,7 +51,6 @@ class Blocks(nn.Module):
         self.blocks = nn.ModuleList(Block(hidden, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, VOCABULARY)
-        self.scale: Any = 0.8
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
         length = input_ids.shape[1]
@@ -61,7 +59,7 @@ class Blocks(nn.Module):
             mask = mask & attention_mask[:, None, None, :].bool() | torch.eye(length, device=mask.device).bool()
         hidden = self.embed(input_ids)
         for block in self.blocks:
-            hidden = block(hidden, mask, scale=self.scale)
+            hidden = block(hidden, mask, scale=0.8)
         logits = self.head(self.norm(hidden))
         return SimpleNamespace(logits=logits, loss=None if labels is None else cross_entropy(logits, labels))
 
@@ -157,7 +155,7 @@ def adapted(dtype: torch.dtype = torch.float32, dropout: float = 0.05, base: Any
     return model.train()
 
 
-def data(count: int = STEPS, *, padded: bool = False, device: str = "cpu", rows: int = ROWS) -> list[dict[str, Tensor]]:
+def data(count: int = 4, *, padded: bool = False, device: str = "cpu", rows: int = ROWS) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     found = []
     for _ in range(count):

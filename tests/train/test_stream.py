@@ -17,7 +17,6 @@ from transformers import GPT2Config, GPTNeoXConfig, GraniteConfig
 
 from t1lib.plan.cost import Choice
 
-FOUR = data(4)
 ON_HOST, OUTER = Choice(outer="host", inputs="host"), Choice(outer="host")
 RATES = partial(LambdaLR, lr_lambda=lambda step: 0.7**step)
 
@@ -55,13 +54,6 @@ def two_forwards_of_a_view(model: nn.Module, batch: dict[str, Tensor]) -> Tensor
     weight = model.lm_head.weight.detach()
     first, second = (model.model(ids).last_hidden_state @ weight.t() for ids in batch["input_ids"].split(2))
     return first.logsumexp(-1).mean() + nn.functional.softplus(second.logsumexp(-1).mean())
-
-
-def generated(model: nn.Module) -> float:
-    """The tokens, as one number."""
-    prompt = data(1)[0]["input_ids"][:2, :3]
-    out = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    return float((out * torch.arange(1, 1 + out.numel()).view_as(out)).sum())
 
 
 def inferred(model: nn.Module, *_: Any) -> Tensor:
@@ -127,7 +119,6 @@ CASES: dict[str, dict[str, Any]] = {
     "maximize": case(qwen3, partial(adamw, lr=1e-3, maximize=True)),
     "nesterov": case(qwen3, partial(sgd, nesterov=True)),
     "dampening": case(qwen3, partial(sgd, dampening=0.3)),
-    "no momentum": case(qwen3, partial(sgd, momentum=0.0)),
     "one micro-batch": case(blocks, **pieces(9)),
     "as many rows as tokens": case(blocks, batches=square, **pieces(2)),
     "batches of other shapes": case(gemma3, batches=shapes(), choice=ON_HOST),
@@ -142,8 +133,6 @@ CASES: dict[str, dict[str, Any]] = {
     "positions before tokens, all on the host": case(placed, choice=OUTER),
     "evaluation without dropout": case(partial(blocks, dropout=0.2), sgd, after=evaluated, clip=own_clip),
     "evaluation while gradients wait on the device": case(qwen3, clip=inferred, choice=Choice(grads="device")),
-    "generation, kept": case(qwen3, batches=FOUR, after=generated, choice=Choice(resident=1, keep=4)),
-    "inference mode": case(llama, after=lambda model: inferred(model).item()),
     "inference mode first, with a budget": case(llama, loss=beside_inferred, gpu_memory="1GiB"),
     "moved to where it is": case(qwen3, after=lambda m: float(m.to("cpu").float().train().training)),
     # which `make_trainer` refuses; here the loss is the model's own

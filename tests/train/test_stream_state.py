@@ -270,7 +270,7 @@ def leave(options: dict[str, Any], end: str) -> list[weakref.ref]:
     """Train, and let go of model and optimizer; `end` says in which state."""
     model = blocks()
     streamed, own = stream_cases.streamed_with(model, **options)
-    train(streamed, own, BATCHES)
+    train(streamed, own, FIRST)
     if end == "broken":
         model.blocks[2].fault.arm(ArithmeticError())
         with pytest.raises(ArithmeticError):

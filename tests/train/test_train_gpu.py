@@ -23,7 +23,7 @@ from t1lib.train import OptimizerSpec, Schedule, build_model, graphs, make_train
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"
 HERE = DEVICE if torch.cuda.is_available() else "cpu"
-BATCHES = data(device=HERE)
+BATCHES = data(6, device=HERE)
 GIB = 2**30
 PLAIN = OptimizerSpec("sgd", lr=0.1, master_weights=None)
 SPECS = [PLAIN, OptimizerSpec("adamw", lr=1e-3)]
