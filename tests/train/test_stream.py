@@ -56,6 +56,13 @@ def two_forwards_of_a_view(model: nn.Module, batch: dict[str, Tensor]) -> Tensor
     return first.logsumexp(-1).mean() + nn.functional.softplus(second.logsumexp(-1).mean())
 
 
+def generated(model: nn.Module) -> float:
+    """The tokens, as one number."""
+    prompt = data(1)[0]["input_ids"][:2, :3]
+    out = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    return float((out * torch.arange(1, 1 + out.numel()).view_as(out)).sum())
+
+
 def inferred(model: nn.Module, *_: Any) -> Tensor:
     with torch.inference_mode():
         return model_loss(model, data(1)[0])
@@ -133,6 +140,7 @@ CASES: dict[str, dict[str, Any]] = {
     "positions before tokens, all on the host": case(placed, choice=OUTER),
     "evaluation without dropout": case(partial(blocks, dropout=0.2), sgd, after=evaluated, clip=own_clip),
     "evaluation while gradients wait on the device": case(qwen3, clip=inferred, choice=Choice(grads="device")),
+    "generation, kept": case(qwen3, after=generated, choice=Choice(resident=1, keep=4)),
     "inference mode first, with a budget": case(llama, loss=beside_inferred, gpu_memory="1GiB"),
     "moved to where it is": case(qwen3, after=lambda m: float(m.to("cpu").float().train().training)),
     # which `make_trainer` refuses; here the loss is the model's own

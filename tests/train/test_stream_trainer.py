@@ -12,6 +12,7 @@ from stream_models import adapted, data, llama
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from t1lib.heads.huggingface import patch_head
 from t1lib.train.huggingface import StreamTrainer
 
 STEPS = 8
@@ -54,12 +55,14 @@ def assert_same(plain: Trainer, streamed: Trainer, norms: bool = True) -> None:
     assert_same_weights(streamed.model, plain.model)
 
 
-def train_both(folder: Path, build: Any = dropping, parts: Any = None, **own: Any) -> list:
-    """A run with Trainer, and one with StreamTrainer."""
+def train_both(folder: Path, build: Any = dropping, parts: Any = None, prepare: Any = None, **own: Any) -> list:
+    """A run with Trainer, and one with StreamTrainer. prepare: is called with each trainer before it trains"""
     found = []
     for kind in (Trainer, StreamTrainer):
         model = build()
         found.append(trainer(kind, folder, model, parts=parts and parts(model), **own))
+        if prepare:
+            prepare(found[-1])
         found[-1].train()
     return found
 
@@ -82,11 +85,22 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters with dropout": {"build": with_adapters},
     "an optimizer of her own": {"parts": own_optimizer},
 }
+SLOW: dict[str, dict[str, Any]] = {
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "another head, before": {"parts": lambda model: patch_head(model, head="full") and {}},
+    "another head, after, autocast": {"prepare": lambda found: patch_head(found.model, head="full"), "bf16": True},
+    "evaluation first": {"prepare": lambda found: found.evaluate()},
+    "a budget, accumulation": {"stream": {"gpu_memory": "1GiB"}, "gradient_accumulation_steps": 2},
+    "the best checkpoint, loaded at the end": {
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,  # the first
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_same_bits_as_trainer(name, tmp_path):
-    assert_same(*train_both(tmp_path, **CASES[name]), norms=name != "weights in 16 bits")
+    assert_same(*train_both(tmp_path, **(CASES | SLOW)[name]), norms=name != "weights in 16 bits")
 
 
 def interrupted(found: Trainer, step: int, event: str, **given: Any) -> Trainer:
@@ -148,6 +162,15 @@ def test_an_unfinished_checkpoint_is_passed_over_and_a_closed_trainer_goes_on(tm
         torch.manual_seed(2)
         again.train()
     assert_same(plain, resumed)
+
+
+@pytest.mark.slow
+def test_a_second_call_of_train_begins_with_weights_and_state_of_the_first(tmp_path):
+    found = train_both(tmp_path)
+    for each in found:
+        torch.manual_seed(2)
+        each.train()
+    assert_same(*found)
 
 
 def test_nothing_but_stream_moves_model_and_state(tmp_path, monkeypatch):
