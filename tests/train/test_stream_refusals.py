@@ -255,6 +255,12 @@ def hooked(model: nn.Module, optimizer: Any, kind: str = "register_hook") -> Non
         assert_same_weights(model, before)
 
 
+def hooked_in_between(model: nn.Module, optimizer: Any) -> None:
+    loss = first_loss(model)
+    model.model.layers[1].mlp.up_proj.weight.register_hook(lambda grad: 2 * grad)
+    loss.backward()
+
+
 def penalty(model: nn.Module) -> Tensor:
     return 0.01 * layers_of(model)[0].mlp.up_proj.weight.square().sum()
 
@@ -299,6 +305,7 @@ ONGOING: dict[str, tuple] = {
     "a hook that may change weights": during(
         partial(hooked, kind="register_post_accumulate_grad_hook"), "hooks of modules"
     ),
+    "a hook between forward and backward": during(hooked_in_between, "hooks of modules"),
     "a mask of rows or of tokens": during(lambda m, o: model_loss(m, SQUARE), "(4, 4)", build=blocks, micro_batch=2),
     "a mask of flex_attention": during(given_blocks, "a BlockMask", build=blocks, micro_batch=2),
     "amsgrad later": during(partial(change_later, amsgrad=True), "amsgrad"),
