@@ -126,6 +126,7 @@ CASES: dict[str, dict[str, Any]] = {
     "maximize": case(qwen3, partial(adamw, lr=1e-3, maximize=True)),
     "nesterov": case(qwen3, partial(sgd, nesterov=True)),
     "dampening": case(qwen3, partial(sgd, dampening=0.3)),
+    "no momentum": case(qwen3, partial(sgd, momentum=0.0)),
     "one micro-batch": case(blocks, **pieces(9)),
     "as many rows as tokens": case(blocks, batches=square, **pieces(2)),
     "batches of other shapes": case(gemma3, batches=shapes(), choice=ON_HOST),
@@ -141,6 +142,7 @@ CASES: dict[str, dict[str, Any]] = {
     "evaluation without dropout": case(partial(blocks, dropout=0.2), sgd, after=evaluated, clip=own_clip),
     "evaluation while gradients wait on the device": case(qwen3, clip=inferred, choice=Choice(grads="device")),
     "generation, kept": case(qwen3, after=generated, choice=Choice(resident=1, keep=4)),
+    "inference mode": case(llama, after=lambda model: inferred(model).item()),
     "inference mode first, with a budget": case(llama, loss=beside_inferred, gpu_memory="1GiB"),
     "moved to where it is": case(qwen3, after=lambda m: float(m.to("cpu").float().train().training)),
     # which `make_trainer` refuses; here the loss is the model's own

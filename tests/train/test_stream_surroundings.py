@@ -245,6 +245,7 @@ CASES: dict[str, dict[str, Any]] = {
     "modules whose forward is replaced": case(qwen3, before=replace_forwards),
     "weights that are pruned": case(qwen3, before=prune_later),
     "gradients clipped again and again": case(qwen3, clip=clip_often),
+    "gradients zeroed through what is held": case(qwen3, clip=hold_once, zero=lambda m: [g.zero_() for g in m.t1_held]),
     "gradients held once, while more accumulate": case(qwen3, sgd, accumulate=2, clip=hold_once, zero=False),
     "a parameter that is the optimizer's alone": case(with_scale, loss=scaled, clip=clip_all_of_the_optimizer),
     "gradients whose data is assigned": case(qwen3, clip=give_other_data, zero=False),

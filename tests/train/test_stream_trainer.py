@@ -125,7 +125,10 @@ RESUMED: dict[str, dict[str, Any]] = {
     "split masters": {"build": in_16_bits, "stream": {"master_weights": "split", "moments": "bfloat16"}},
     "begun by Trainer": {"kinds": (Trainer, StreamTrainer)},
     "by Trainer": {"kinds": (StreamTrainer, Trainer)},
-    "by the same one": {"kinds": (StreamTrainer, None), "event": "on_substep_end", **SUMMED},
+    **{
+        f"by the same one, {event}": {"kinds": (StreamTrainer, None), "event": event, **SUMMED}
+        for event in ("on_substep_end", "on_step_end", "on_pre_optimizer_step")
+    },
 }
 FAST = "split masters"
 
