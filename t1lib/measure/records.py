@@ -89,9 +89,10 @@ def numeric(frame: pd.DataFrame) -> pd.DataFrame:
 
 def pick(frame: pd.DataFrame, metric: str, phase: str = "", variant: str | None = None) -> pd.Series:
     """Values of a metric in a phase (of one variant if given), in the order in which they were measured."""
-    rows = numeric(frame)
-    rows = rows[(rows["metric"] == metric) & (rows["phase"] == phase)]
-    return (rows if variant is None else rows[rows["variant"] == variant])["value"]
+    wanted = (frame["metric"] == metric) & (frame["phase"] == phase)
+    if variant is not None:
+        wanted &= frame["variant"] == variant
+    return frame.loc[wanted, "value"].astype("float64")
 
 
 def present(frame: pd.DataFrame, metric: str, phase: str, names: Iterable[str]) -> list[str]:

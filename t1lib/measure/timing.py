@@ -65,4 +65,4 @@ def rounds(things: Sequence[T], number: int) -> list[list[T]]:
 def progress(items: Iterable[Any] | None = None, what: str = "", total: int | None = None) -> tqdm:
     """Iterate over `items`, with a line as soon as that has taken two seconds, in JupyterLab, in a terminal and in an
     executed notebook; or a bar to be moved with `update`."""
-    return tqdm(items, what, total, file=sys.stdout, delay=2, mininterval=0.5, ncols=90)
+    return tqdm(items, what, total, file=sys.stdout, delay=2, mininterval=0.5, ncols=90, position=0)
