@@ -9,8 +9,7 @@ import numpy as np
 
 from t1lib.errors import require
 from t1lib.memory import in_words
-from t1lib.plan.cost import Choice, device_bytes, host_bytes, reserved_bytes
-from t1lib.plan.duration import step_ms
+from t1lib.plan.cost import Choice, device_bytes, host_bytes, reserved_bytes, step_ms
 from t1lib.plan.rates import H200, Machine
 from t1lib.plan.work import Work
 

@@ -18,8 +18,7 @@ from t1lib.memory import GIB, in_words
 from t1lib.models import MORE, PRESETS, parse_changes, shape_only
 from t1lib.optimizers import OptimizerSpec, masters_for
 from t1lib.plan.choose import choose_plan
-from t1lib.plan.cost import Choice, choice_of, device_bytes, host_bytes, reserved_bytes
-from t1lib.plan.duration import fsdp_ms, step_ms
+from t1lib.plan.cost import Choice, choice_of, device_bytes, fsdp_ms, host_bytes, reserved_bytes, step_ms
 from t1lib.plan.rates import Machine, device_name, machine_file, measure_machine, this_machine
 from t1lib.plan.work import MODES, Work, in_mode, work_of
 

@@ -11,8 +11,7 @@ from t1lib.models import build_model, layer_arguments, split
 from t1lib.optimizers import OptimizerSpec
 from t1lib.plan import choose
 from t1lib.plan.choose import choose_plan
-from t1lib.plan.cost import Choice, choice_of, device_bytes, host_bytes, reserved_bytes, which_stay
-from t1lib.plan.duration import step_ms
+from t1lib.plan.cost import Choice, choice_of, device_bytes, host_bytes, reserved_bytes, step_ms, which_stay
 from t1lib.plan.rates import H200, Machine
 from t1lib.plan.work import MODES, Work, in_mode, saved_by, saved_bytes, work_of
 
