@@ -17,7 +17,7 @@ from t1lib.errors import T1Error, UnavailableError, reason
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 MODULES = dict.fromkeys(("run", "list", "report"), "t1lib.driver")  # imported for their commands: that takes seconds
-MODULES |= {"check": "t1lib.claims", "plan": "t1lib.plan.predict", "train": "t1lib.text.run"}
+MODULES |= {"check": "t1lib.claims", "plan": "t1lib.plan.choose", "train": "t1lib.text.run"}
 
 
 class _Parser(argparse.ArgumentParser):

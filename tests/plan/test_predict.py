@@ -20,8 +20,8 @@ from t1lib.memory import GIB
 from t1lib.models import shape_only
 from t1lib.optimizers import OptimizerSpec
 from t1lib.plan import rates, work
+from t1lib.plan.choose import Setting, predict, predict_point, recommended, work_for
 from t1lib.plan.cost import Choice, device_bytes, reserved_bytes
-from t1lib.plan.predict import Setting, predict, predict_point, recommended, work_for
 from t1lib.plan.rates import H200, Machine
 from t1lib.plan.work import MODES, in_mode, with_head, work_of
 
