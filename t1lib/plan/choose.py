@@ -1,5 +1,5 @@
-"""The fastest choice of what streaming keeps on the device within a budget; memory and time of a step in every mode with
-every head; and the command `python -m t1lib plan`."""
+"""The fastest choice of what streaming keeps on the device within a budget; memory and time of a step, of every mode
+with every head; and the command `python -m t1lib plan`."""
 
 import argparse
 import os
