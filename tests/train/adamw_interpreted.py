@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from t1lib.optimizers import Precision
-from t1lib.train.adamw import BLOCK, adamw_
-from t1lib.train.update import join, new_state, split
+from t1lib.train.update import BLOCK, adamw_, join, new_state, split
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 SPLIT, SHORT = {"masters": "split"}, {"moments": "bfloat16"}
