@@ -18,8 +18,8 @@ from t1lib.files import held, read_signed, whole, write_signed, writing
 from t1lib.memory import GIB
 from t1lib.models import PRESETS
 from t1lib.signals import EXIT_INTERRUPTED, noted
+from t1lib.text.corpus import LIBRARY
 from t1lib.text.session import LanguageSession, decided, session_of
-from t1lib.text.texts import LIBRARY
 from t1lib.train import StepRecord
 from t1lib.train.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 from t1lib.train.ranks import launched

@@ -12,8 +12,7 @@ from t1lib.heads import HEADS, linear_cross_entropy, next_token_targets, parse_b
 from t1lib.memory import grow_segments
 from t1lib.models import MORE, parse_changes, shape_only
 from t1lib.optimizers import masters_for
-from t1lib.text.corpus import load_corpus, save_tokenizer
-from t1lib.text.texts import LIBRARY
+from t1lib.text.corpus import LIBRARY, load_corpus, save_tokenizer
 from t1lib.train import MODES, PRESETS, OptimizerSpec, Schedule, StepRecord, build_model, make_trainer
 
 STEPS = 1000
@@ -25,7 +24,7 @@ class LanguageSession:
     session can run in a process of its own (`t1lib.measure.isolate`).
 
     model                a preset, with `changes` to its shape, or a checkpoint folder with a tokenizer
-    data, limit          source of the text and its limit ("" for all of it), as in `t1lib.text.texts.read_texts`
+    data, limit          source of the text and its limit ("" for all of it), as in `t1lib.text.corpus.read_texts`
     vocabulary           size of the tokenizer that is trained on the text for a preset (default: as `VOCABULARY` says)
     optimizer, schedule  fields of `OptimizerSpec` and of `Schedule`
     data_seed            seed of the order of the rows; by default `seed`, which also seeds the weights and the split

@@ -12,9 +12,9 @@ from refusals import refused
 
 from t1lib.heads import linear_cross_entropy
 from t1lib.measure.heads import operands
-from t1lib.text import corpus, texts
+from t1lib.text import corpus
+from t1lib.text.corpus import LIBRARY, read_texts
 from t1lib.text.session import LanguageSession
-from t1lib.text.texts import LIBRARY, read_texts
 
 SOURCE = Path(json.__file__).parent  # a few modules, 40 kB
 TEXT = argparse.__file__  # 100 kB
@@ -41,7 +41,7 @@ def test_of_the_library_tests_and_generated_files_are_left_out(tmp_path, monkeyp
     (tmp_path / "test").mkdir()
     for name, content in {"a": b"a = 1\n", "b": b"# \xff\xfe\n", "_sysconfigdata__x": b"x", "test/c": b"c"}.items():
         (tmp_path / f"{name}.py").write_bytes(content)
-    monkeypatch.setattr(texts.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     assert read_texts() == {"a.py": "a = 1\n"}
     (tmp_path / "a.py").unlink()
     refused(read_texts, "corpus is empty: the standard library")
@@ -63,9 +63,9 @@ def test_a_folder_gives_all_text_below_it(tmp_path):
 
 
 def test_the_hash_is_of_names_and_texts_in_any_order():
-    one = texts.corpus_hash({"a": "x", "b": "y"})
-    assert one == texts.corpus_hash({"b": "y", "a": "x"}) and len(texts.corpus_hash({"a\udcff.txt": "x"})) == 64
-    assert one not in (texts.corpus_hash({"a": "y", "b": "x"}), texts.corpus_hash({"a": "x"}))
+    one = corpus.corpus_hash({"a": "x", "b": "y"})
+    assert one == corpus.corpus_hash({"b": "y", "a": "x"}) and len(corpus.corpus_hash({"a\udcff.txt": "x"})) == 64
+    assert one not in (corpus.corpus_hash({"a": "y", "b": "x"}), corpus.corpus_hash({"a": "x"}))
 
 
 @pytest.mark.parametrize(
