@@ -4,7 +4,7 @@
     gpu-graph   the same step as a single CUDA graph (`t1lib.train.modes`)
     ckpt        as gpu, with each layer recomputed in the backward, as Hugging Face does it
     slide       `t1lib.train.stream`: layers on the host
-    fsdp        PyTorch's FSDP2 (`t1lib.train.fsdp`)
+    fsdp        PyTorch's FSDP2 (there, too)
 
 In one process, all modes compute the same numbers: in float32 on a CPU bit for bit, unless a batch is split.
 """
@@ -307,8 +307,7 @@ def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> T
     """A trainer of `model` in one of `MODES`. `options` are keyword arguments of `Trainer`, and in its mode those that
     `SlideTrainer` or `FsdpTrainer` explains. Raises `T1Error` for an unknown mode, an option that the mode does not
     take, or a value that does not fit; in mode slide also as `t1lib.train.stream` does."""
-    from t1lib.train.fsdp import FsdpTrainer
-    from t1lib.train.modes import GraphTrainer, SlideTrainer
+    from t1lib.train.modes import FsdpTrainer, GraphTrainer, SlideTrainer
 
     own = {"gpu-graph": GraphTrainer, "slide": SlideTrainer, "fsdp": FsdpTrainer}
     kind = own.get(choose("mode", mode, MODES), Trainer)

@@ -15,7 +15,7 @@ from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, Trace
 from t1lib.train import MODES, make_trainer
-from t1lib.train.fsdp import FsdpTrainer
+from t1lib.train.modes import FsdpTrainer
 from t1lib.train.schedule import Schedule
 
 ADAMW, SGD, MOMENTUM = (OPTIMIZERS[name] for name in ("adamw", "sgd", "momentum"))
