@@ -1,14 +1,18 @@
-"""Timers of a step and its phases, and spans of work on parallel lanes.
+"""Timers of a step and its phases, and spans of work on parallel lanes, such as layers' calls.
 
 A mark is an event on a CUDA stream, for which nothing waits until the step is over; on a CPU, a clock reading.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 Mark = torch.cuda.Event | float
 
@@ -113,3 +117,28 @@ class NoTrace:
 
     def span(self, lane: str, phase: str, layer: int, host: bool = False) -> nullcontext:
         return nullcontext()
+
+
+def wrap_layers(layers: Sequence[nn.Module], trace: Callable[[], Trace | NoTrace], recompute: bool) -> None:
+    """Have the layers' calls traced, and recomputed in the backward."""
+    for index, layer in enumerate(layers):
+        layer.forward = partial(_traced, index, layer.forward, trace)
+        if recompute:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _traced(
+    index: int, forward: Callable[..., Tensor], trace: Callable[[], Trace | NoTrace], *args: Any, **kwargs: Any
+) -> Tensor:
+    again = torch._C._current_graph_task_id() != -1  # within a backward
+    with trace().span("compute", "recompute" if again else "forward", index):
+        out = forward(*args, **kwargs)
+    if isinstance(trace(), Trace) and out.requires_grad and not again:
+        out.register_hook(partial(_begin_backward, index, trace()))
+    return out
+
+
+def _begin_backward(index: int, trace: Trace, _: Tensor) -> None:
+    # Called when the gradient of this layer's output is ready: the layer above is done, this one begins.
+    trace.end("compute", "backward", index + 1)
+    trace.begin("compute", "backward", index)

@@ -27,7 +27,7 @@ from t1lib.measure.isolate import Isolated, VariantFailed, VariantOutOfMemory
 from t1lib.measure.records import Records, Row
 from t1lib.measure.session import TrainSession
 from t1lib.timing import synchronize
-from t1lib.train.ranks import join
+from t1lib.train.batch import join
 
 MIB = 2**20
 PEAKS = ("allocated_gib", "reserved_gib", "host_gib")  # of a training step

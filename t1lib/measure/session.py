@@ -19,8 +19,7 @@ from t1lib.memory import GIB, grow_segments, pinned_zeros
 from t1lib.models import build_model, split
 from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import device_bytes
-from t1lib.timing import NoTrace, PhaseTimer, Span, Trace, between_ms, mark_now, synchronize
-from t1lib.train import wrap
+from t1lib.timing import NoTrace, PhaseTimer, Span, Trace, between_ms, mark_now, synchronize, wrap_layers
 from t1lib.train.batch import Piece
 from t1lib.train.loop import Trainer, make_trainer
 from t1lib.train.modes import SlideTrainer
@@ -242,7 +241,7 @@ class TrainStreamTrainer(Trainer):
         with redirect_stderr(StringIO()), redirect_stdout(StringIO()):  # it tells where on this machine it builds
             trainstream = need("trainstream")
         self._loss = trainstream.chunked_cross_entropy
-        wrap.wrap_layers(self.parts.layers, lambda: self.trace, recompute=True)
+        wrap_layers(self.parts.layers, lambda: self.trace, recompute=True)
         self.parts.head.forward = lambda hidden: hidden  # so that the model returns what goes into the loss
         plain = make_optimizer(self.spec, self.model.float().parameters(), fused=False)
         options = {"device": self.device, "offload": True, "param_offload": True, "activation_offload": False}

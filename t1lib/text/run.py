@@ -21,8 +21,8 @@ from t1lib.signals import EXIT_INTERRUPTED, noted
 from t1lib.text.corpus import LIBRARY
 from t1lib.text.session import LanguageSession, decided, session_of
 from t1lib.train import StepRecord
+from t1lib.train.batch import launched
 from t1lib.train.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
-from t1lib.train.ranks import launched
 
 RUN, METRICS = "run.json", "metrics.csv"  # in the folder of a run
 LEAST = dict.fromkeys(("steps", "batch", "seq", "micro_batch", "vocabulary", "eval_rows"), 1)

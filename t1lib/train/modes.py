@@ -1,11 +1,11 @@
 """Modes of `t1lib.train.loop` that are more than plain PyTorch.
 
-    slide       `t1lib.train.stream` under its loop
-    gpu-graph   forward, loss, backward and update as a single CUDA graph, for steps in which launches bind
-    fsdp        PyTorch's FSDP2 in any number of processes, with or without CPU offload. Every process holds and updates
-                its shard of parameters, gradients and optimizer state, on the host or on its device. Layers are
-                recomputed in the backward, as in mode `ckpt`. In one process with offload, this is the usual
-                alternative on one GPU.
+slide       `t1lib.train.stream` under its loop
+gpu-graph   forward, loss, backward and update as a single CUDA graph, for steps in which launches bind
+fsdp        PyTorch's FSDP2 in any number of processes, with or without CPU offload. Every process holds and updates
+            its shard of parameters, gradients and optimizer state, on the host or on its device. Layers are
+            recomputed in the backward, as in mode `ckpt`. In one process with offload, this is the usual
+            alternative on one GPU.
 """
 
 import hashlib
@@ -23,13 +23,11 @@ from transformers import PreTrainedModel
 from t1lib.errors import require
 from t1lib.heads.parallel import require_backend
 from t1lib.plan.cost import Choice
-from t1lib.timing import NoTrace, PhaseTimer
-from t1lib.train.batch import Piece
+from t1lib.timing import NoTrace, PhaseTimer, wrap_layers
+from t1lib.train.batch import Piece, Ranks, join, take_gpu
 from t1lib.train.loop import Trainer
-from t1lib.train.ranks import Ranks, join, take_gpu
 from t1lib.train.resident import make_optimizer
 from t1lib.train.stream import stream
-from t1lib.train.wrap import wrap_layers
 
 WORKSPACE = "512MiB"  # of head fused under a budget of device memory, unless it is given one
 WARM_UP = 3  # eager steps with batches of a shape, before one is captured
