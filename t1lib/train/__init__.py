@@ -1,10 +1,24 @@
-"""Streaming of a model's layers under any training loop, and one loop that compares it with plain PyTorch."""
+"""Streaming of a model's layers under any training loop (`stream`), and one loop that compares it with plain PyTorch.
+
+A streamed model's layers live on the host, and come to the device one at a time. Each becomes one autograd function of
+the whole batch (`t1lib.train.passes`), so that weights cross the link once per pass however many rows there are. The
+rest of the model, and the user's loop, loss and schedule, stay as they are. Copies and updates are scheduled in
+`t1lib.train.schedule` (T1M1 §3.1; SlideFormer, arXiv:2603.16428).
+"""
 
 from importlib import import_module
 from typing import Any
 
-from t1lib.train.optimizer import StreamOptimizer
-from t1lib.train.stream import stream
+import torch
+from torch import nn
+
+from t1lib.errors import T1Error, choose, is_whole, require, shown
+from t1lib.heads import DEFAULT_HEAD, HEADS, parse_bytes
+from t1lib.optimizers import Precision
+from t1lib.plan.cost import Choice
+from t1lib.train.engine import Engine
+from t1lib.train.optimizer import StreamOptimizer, check_optimizer
+from t1lib.train.placing import check_choice
 
 _LATER = {  # imported when they are first asked for: transformers takes seconds
     "t1lib.train.loop": ("MODES", "StepRecord", "Trainer", "make_trainer"),
@@ -14,6 +28,108 @@ _LATER = {  # imported when they are first asked for: transformers takes seconds
 }
 _HOMES = {name: module for module, names in _LATER.items() for name in names}
 __all__ = [*_HOMES, "StreamOptimizer", "stream"]
+
+
+def stream(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, gpu_memory: str | int | None = None,
+    micro_batch: int | None = None, layers: nn.ModuleList | None = None, device: torch.device | str | None = None,
+    master_weights: str | None = "whole", moments: str = "float32", update_in_backward: bool = False,
+    accumulate: bool = True, plan_for: tuple[int, int] | None = None, choice: Choice | None = None,
+    head: dict[str, Any] | None = None, overlap: bool = True,
+) -> tuple[nn.Module, StreamOptimizer]:  # fmt: skip
+    """Stream a model's layers through the device, under any training loop. Returns the model and the optimizer to use.
+
+        model, optimizer = stream(model, torch.optim.AdamW(model.parameters(), lr=1e-4), gpu_memory="15GiB")
+        for batch in batches:
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model              on the CPU or the device; its layers move to pinned host memory, the rest to the device
+    optimizer          `torch.optim.AdamW` or `SGD`, with any groups; the model's only one, whose state is taken over
+    gpu_memory         the most that may be reserved on the device, in bytes or as "15GiB". What is kept there is
+                       planned for the first training batch, or for `plan_for`: (rows, tokens per row). None: as little
+                       as possible beyond embedding, norm and head with their state
+    micro_batch        rows that a layer computes at a time (default: the whole batch)
+    layers             the stack of layers, for a model that is not a decoder of transformers; each is called with a
+                       tensor (B, …) first and returns one of the same shape
+    device             default: a GPU if there is one
+    master_weights     for 16-bit parameters: "whole" keeps a float32 master of each beside it, "split" only the bits
+                       that bfloat16 lacks; None keeps all state in the parameter's own dtype, as plain PyTorch would
+    moments            "float32", or "bfloat16" with stochastic rounding
+    update_in_backward update each layer as soon as its gradients are complete; for one backward per step, unclipped
+    accumulate         False: one backward per step, so that gradients of layers that stay on the device take memory
+                       only at its end, and gpu_memory holds more layers; a second backward is refused
+    choice             a `t1lib.plan.cost.Choice` of what is kept where, instead of a plan
+    head               what the plan must know of the loss: "head" and "workspace" of its `linear_cross_entropy`
+                       (default: as set by `patch_head`; for a model that is not patched, head "full")
+    overlap            False: copies and updates do not run beside the computation (to measure what that is worth)
+
+    Updates begin at `step()` and go on during the next forward. Results are those of plain PyTorch with each layer
+    under `torch.utils.checkpoint`; in float32 on a CPU, bit for bit. Every backward sends the weights again, so prefer
+    a large batch with `micro_batch` to accumulation. `p.grad` and the weights are complete whenever they are looked at.
+    Change weights in place under `torch.no_grad()`, not through `p.data`, which outside the layers may go unnoticed;
+    assigning it in a streamed layer is refused.
+    Hooks see a layer as under checkpointing; a loss on what they caught inside a layer has no gradient there.
+
+    Raises `T1Error`, before anything is changed, for a bad argument, for an optimizer or a model that cannot stream,
+    and for a host without enough memory. A budget that is too small is an error when it is planned, and what else
+    docs/streaming.md lists as refused when it happens.
+    """
+    require(isinstance(model, nn.Module), f"model of type {type(model).__name__}; allowed: a torch.nn.Module")
+    # An engine gives the model and its layers an `_apply` of their own.
+    again = any("_apply" in vars(module) for module in model.modules())
+    require(not again, "the model, or a part of it, is streamed already; call `close()` of its optimizer first")
+    whole = micro_batch is None or is_whole(micro_batch, 1)
+    require(whole, f"micro_batch={shown(micro_batch)}; allowed: 1 or more, whole numbers, or None")
+    check_optimizer(optimizer, model)
+    begun = any(param.grad is not None for param in model.parameters())
+    require(not begun, "the model has gradients; allowed: a model without, as after zero_grad()")
+    require(head is None or isinstance(head, dict), f"head={shown(head)}; allowed: a dict, or None")
+    head = None if head is None else {"head": choose("head", head.get("head", DEFAULT_HEAD), HEADS), **head}
+    budget = None if gpu_memory is None else parse_bytes(gpu_memory)
+    enough = budget is None or budget >= 2**20
+    require(enough, f"gpu_memory={shown(gpu_memory)} is {budget} bytes; allowed: 1MiB or more, such as '16GiB'")
+    pair = isinstance(plan_for, tuple | list) and len(plan_for) == 2 and all(is_whole(n, 1) for n in plan_for)
+    require(plan_for is None or pair, f"plan_for={shown(plan_for)}; allowed: (rows, tokens per row), each 1 or more")
+    stack = stack_of(model) if layers is None else layers
+    own = isinstance(stack, nn.ModuleList) and any(m is stack for m in model.modules())
+    some = own and any(True for _ in stack.parameters())
+    require(some, f"layers={type(layers).__name__}; allowed: an nn.ModuleList of the model's, with parameters")
+    again = any(getattr(layer, "gradient_checkpointing", False) for layer in stack)
+    require(not again, "the model's gradient checkpointing is on; stream recomputes layers itself: turn it off")
+    if choice is not None:
+        check_choice(choice, len(stack))
+        require(budget is None, "gpu_memory and choice: give one of them")
+    engine = Engine(
+        model, optimizer, stack, usable(device), Precision(master_weights, moments), micro_batch, update_in_backward,
+        accumulate, overlap, budget, plan_for, choice, head,
+    )  # fmt: skip
+    return model, engine.optimizer
+
+
+def usable(device: torch.device | str | None) -> torch.device:
+    """The device asked for; by default a GPU if there is one. Raises `T1Error` for a GPU if there is none."""
+    there = torch.cuda.is_available()
+    try:
+        found = torch.device(("cuda" if there else "cpu") if device is None else device)
+    except (RuntimeError, TypeError):
+        raise T1Error(f"device {shown(device)}; allowed: 'cpu', 'cuda', 'cuda:1', …") from None
+    require(found.type in ("cpu", "cuda"), f"device {str(found)!r}; allowed: 'cpu', 'cuda', 'cuda:1', …")
+    require(found.type != "cuda" or there, f"device {str(found)!r}; allowed here: 'cpu', as there is no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found
+
+
+def stack_of(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a Hugging Face model, wherever adapters wrap it: its largest `nn.ModuleList`."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = getattr(inner, "base_model", inner)
+    found = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
+    known = bool(found) and hasattr(inner, "config")
+    require(known, f"no stack of layers found in a {type(inner).__name__}; give it as layers=")
+    return max(found, key=lambda m: sum(p.numel() for p in m.parameters()))
 
 
 def __getattr__(name: str) -> Any:

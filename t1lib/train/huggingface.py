@@ -12,8 +12,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from t1lib.errors import choose, require, shown
+from t1lib.train import stream as stream_model
 from t1lib.train.optimizer import StreamOptimizer
-from t1lib.train.stream import stream as stream_model
 
 OPTIONS = [name for name in inspect.signature(stream_model).parameters if name not in ("model", "optimizer", "device")]
 REFUSED = {  # arguments of TrainingArguments, and why; some versions lack some of them

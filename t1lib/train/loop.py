@@ -24,9 +24,9 @@ from t1lib.heads import DEFAULT_HEAD, HEADS, linear_cross_entropy
 from t1lib.models import require_plain_loss, split
 from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.timing import NoTrace, PhaseTimer, Trace, wrap_layers
+from t1lib.train import usable
 from t1lib.train.batch import ALONE, Piece, Ranks, check, pieces_of
 from t1lib.train.resident import ResidentOptimizer, check_saved, make_optimizer, state_in
-from t1lib.train.stream import usable
 from t1lib.train.update import norms_of, shown_state, take_state
 
 MODES = ("gpu", "gpu-graph", "ckpt", "slide", "fsdp")

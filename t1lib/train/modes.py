@@ -24,10 +24,10 @@ from t1lib.errors import require
 from t1lib.heads.parallel import require_backend
 from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, PhaseTimer, wrap_layers
+from t1lib.train import stream
 from t1lib.train.batch import Piece, Ranks, join, take_gpu
 from t1lib.train.loop import Trainer
 from t1lib.train.resident import make_optimizer
-from t1lib.train.stream import stream
 
 WORKSPACE = "512MiB"  # of head fused under a budget of device memory, unless it is given one
 WARM_UP = 3  # eager steps with batches of a shape, before one is captured
