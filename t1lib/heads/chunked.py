@@ -16,8 +16,8 @@ from torch import Tensor
 from t1lib.errors import choose, require
 from t1lib.heads import options
 from t1lib.heads.full import ALIGN
+from t1lib.heads.kernels import scale_, scale_rows
 from t1lib.heads.options import HeadStats, Options
-from t1lib.heads.scale import scale_, scale_rows
 
 DEFAULT_CHUNKS = 8  # by sequence
 DEFAULT_COLUMNS = 8192  # by vocabulary: columns per chunk

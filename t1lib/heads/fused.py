@@ -14,8 +14,8 @@ from t1lib.errors import choose, require
 from t1lib.heads import fused_plan, options
 from t1lib.heads.chunked import chunked as chunked_head
 from t1lib.heads.full import full
+from t1lib.heads.kernels import scale_, triton
 from t1lib.heads.options import HeadStats, Settings, Tensors
-from t1lib.heads.scale import scale_, triton
 
 TIGHT = 1.0  # softcap, below which the logits that matter lie where tanh is flat
 INTERPRETER = threading.Lock()  # Triton's interpreter serves one thread at a time

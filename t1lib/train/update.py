@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from t1lib.errors import require
-from t1lib.heads.scale import triton
+from t1lib.heads.kernels import triton
 from t1lib.optimizers import Precision, Rule
 
 DEVICE_PIECE = 1 << 25  # values that a device updates at a time: enough to keep it busy, few to hold in float32
