@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from t1lib.errors import T1Error, UnavailableError, reason
+from t1lib.measure.probes import progress
 from t1lib.measure.records import Records
-from t1lib.measure.timing import progress
 
 # By which the host's allocator, CUDA's runtime, Triton and cuBLAS say so, in errors of no type of its own.
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from t1lib.errors import choose
 from t1lib.heads import HEADS
-from t1lib.measure.memory import AllocatorTimeline, HostPeak, pinned_bytes, storage_bytes
 from t1lib.measure.peers import need
-from t1lib.measure.timing import median_ms
+from t1lib.measure.probes import AllocatorTimeline, HostPeak, median_ms, pinned_bytes, storage_bytes
 from t1lib.memory import GIB, grow_segments, pinned_zeros
 from t1lib.models import build_model, split
 from t1lib.optimizers import OptimizerSpec

@@ -8,9 +8,8 @@ import psutil
 import pytest
 import torch
 
-from t1lib.measure.memory import AllocatorTimeline, HostPeak, storage_bytes
+from t1lib.measure.probes import AllocatorTimeline, HostPeak, median_ms, rounds, storage_bytes
 from t1lib.measure.session import LINK, link_ms, measure_link
-from t1lib.measure.timing import median_ms, rounds
 from t1lib.memory import host_available, pinned_zeros
 from t1lib.timing import Trace
 
