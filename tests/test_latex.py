@@ -11,7 +11,7 @@ from refusals import refused
 from t1lib.errors import UnavailableError
 from t1lib.files import read_signed, write_signed
 from t1lib.kit import latex
-from t1lib.kit.tables import make_table, to_latex
+from t1lib.kit.style import make_table, to_latex
 
 needs_tex = pytest.mark.skipif(not (shutil.which("pdflatex") and shutil.which("bibtex")), reason="needs TeX")
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from refusals import refused
 
-from t1lib.kit.tables import make_table, mean_std
+from t1lib.kit.style import make_table, mean_std
 from t1lib.measure.manifest import default_profile, environment, git_state
-from t1lib.measure.records import Numbers, Records, escape_latex, format_number, gate_losses, numeric, statuses
+from t1lib.measure.records import Numbers, Records, escape_latex, format_number, gate_losses, numeric, pick, statuses
 
 
 def test_csv_round_trip_is_exact_and_wrong_rows_are_refused(tmp_path):
@@ -34,6 +34,8 @@ def test_csv_round_trip_is_exact_and_wrong_rows_are_refused(tmp_path):
     assert frame["value"].tolist() == [0.1 + 0.2, 1 / 3, 2.0**40 + 1, "oom", 1.0, 2.5, 3.0, 4.0]
     assert frame["unit"].tolist() == ["ms", "ms", "", "", "", "ms", "GiB", "GB/s"]  # by the metric's name
     assert len(numeric(frame)) == 7 and statuses(frame) == {"ckpt": "oom"}
+    assert pick(frame, "wall_ms", "clean", "slide").tolist() == [0.1 + 0.2, 1 / 3]
+    assert pick(frame, "wall_ms", "clean", "ckpt").empty and pick(frame, "status", "clean").empty
     records.put("slide", "", {"loss": float("nan")})
     records.save(tmp_path / "samples.csv")
     assert np.isnan(Records.load(tmp_path / "samples.csv").rows[-1]["value"])

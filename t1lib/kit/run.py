@@ -24,8 +24,7 @@ from matplotlib.figure import Figure
 from t1lib import fingerprint, params, paths
 from t1lib.errors import T1Error, require
 from t1lib.kit.cells import Cells
-from t1lib.kit.style import STYLE
-from t1lib.kit.tables import make_table, to_latex
+from t1lib.kit.style import STYLE, make_table, to_latex
 from t1lib.measure import manifest
 from t1lib.measure.records import Numbers, Records
 

@@ -1,6 +1,7 @@
-"""One style for all figures: sizes for a LaTeX page, the colour, marker and label of each variant; and the parts of
-figures that both reports draw."""
+"""One style for all tables and figures. Tables: a data frame to display and LaTeX to include, from one source. Figures:
+sizes for a LaTeX page, the colour, marker and label of each variant, and the parts that both reports draw."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
@@ -10,9 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from t1lib.kit.tables import memory_unit
-from t1lib.measure.records import format_number, median, pick
+from t1lib import paths
+from t1lib.measure.records import escape_latex, format_number, median, pick
 
+MISSING = "–"
+EM = 0.54  # width of a character
 WIDTH = 6.3  # inches: the text width of the reports; figures are included at their own size
 
 _COLOURS = sns.color_palette("colorblind")
@@ -155,3 +158,76 @@ def draw_timeline(frame: pd.DataFrame, names: list[str]) -> Figure:
         axes.plot([], [], color="0.4", lw=0.9, ls=":", label="the same, reserved")  # one legend entry for all variants
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure
+
+
+def cell(value: object) -> str:
+    """A table cell: a number with sensible digits, a dash for what was not measured, text unchanged."""
+    return MISSING if value is None or value != value else format_number(value)
+
+
+def make_table(rows: Iterable[dict[str, object]]) -> pd.DataFrame:
+    """Rows of column → value as a table of texts; a column in GiB is shown in MiB if all of its values are small."""
+    frame = pd.DataFrame(rows, dtype=object).rename(columns=str)
+    for name in [name for name in frame if "(GiB)" in name]:
+        values = pd.to_numeric(frame[name], errors="coerce")
+        scale, unit = memory_unit(values.dropna())
+        if values.notna().any() and unit != "GiB":
+            frame[name] = (values * scale).where(values.notna(), frame[name])  # which may be a text, such as oom
+            frame = frame.rename(columns={name: name.replace("(GiB)", f"({unit})")})
+    return frame.map(cell)
+
+
+def memory_unit(gib: Iterable[float]) -> tuple[float, str]:
+    """(factor from GiB, unit) in which the values are easy to read: MiB if all are small, else GiB."""
+    return (1024.0, "MiB") if max(gib, default=0.0) < 0.1 else (1.0, "GiB")
+
+
+def to_latex(frame: pd.DataFrame, text_columns: int = 1) -> str:
+    """LaTeX for any document that loads `array`, `booktabs` and `graphicx`: the first `text_columns` are left-aligned
+    text, the others numbers; headers and text wrap, and what is still wider than the line is scaled down to it."""
+    frame = frame if len(frame.columns) else pd.DataFrame({MISSING: [MISSING]})
+    most = max(14, 90 // len(frame.columns))
+    columns = [_column(name, frame[name], index < text_columns, most) for index, name in enumerate(frame.columns)]
+    table = frame.map(_tex).rename(columns=_tex).style.hide(axis="index")
+    body = table.to_latex(column_format="".join(columns), hrules=True).rstrip()
+    fitted = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"
+    return f"{{\\footnotesize\\setlength{{\\tabcolsep}}{{3pt}}%\n{fitted}\n{body}}}}}%\n"
+
+
+def _column(name: str, cells: pd.Series, text: bool, most: int) -> str:
+    """LaTeX for a column as wide as its longest cell (of text, at `most` so many characters) or word of its header."""
+    longest = int(cells.str.len().max()) if len(cells) else 0
+    width = max(min(longest, most) if text else longest, *map(len, name.split()), 1)
+    ragged, kind = ("raggedright", "p") if text else ("raggedleft", "b")
+    return rf">{{\{ragged}\arraybackslash}}{kind}{{{width * EM + 0.3:.2f}em}}"
+
+
+def mean_std(values: pd.Series) -> str:
+    """`mean ± std`, as in the reports; a dash without values, and for the deviation of a single one."""
+    return f"{cell(values.mean())} ± {cell(values.std(ddof=1))}" if len(values) else MISSING
+
+
+def median_iqr(values: pd.Series) -> str:
+    """`median [quartile, quartile]`; a dash without values."""
+    low, mid, high = (cell(values.quantile(q)) for q in (0.25, 0.5, 0.75))
+    return f"{mid} [{low}, {high}]" if len(values) else MISSING
+
+
+def _tex(text: str) -> str:
+    commands = {"±": r"\ensuremath{\pm}", "×": r"\ensuremath{\times}", MISSING: "--"}
+    commands |= {"≤": r"\ensuremath{\le}", "≥": r"\ensuremath{\ge}", "−": r"\ensuremath{-}"}
+    guard = "{}" * text.startswith(("[", "*"))  # else LaTeX takes it for a part of the command that ended the last row
+    return guard + escape_latex(text).translate(str.maketrans(commands))
+
+
+def differences(report: str) -> list[dict[str, object]]:
+    """Rows of a table: where a report ("T1M1" or "T1M3") and its own data differ, and what the kit does instead."""
+    page = (paths.root() / "docs" / "differences.md").read_text(encoding="utf-8")
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| D")]
+    names = "", "the report", "its data or code", "this kit"
+    return [dict(zip(names, (key, *told), strict=True)) for key, where, *told in lines if where in (report, "both")]
+
+
+def digits(metric: str, value: float) -> str:
+    """Format specification that prints a published value with the digits with which it was published."""
+    return ".2f" if metric.endswith("_gib") else ".0f" if value == int(value) else ".1f"

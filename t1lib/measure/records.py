@@ -88,8 +88,9 @@ def numeric(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def pick(frame: pd.DataFrame, metric: str, phase: str = "", variant: str | None = None) -> pd.Series:
-    """Values of a metric in a phase (of one variant if given), in the order in which they were measured."""
-    wanted = (frame["metric"] == metric) & (frame["phase"] == phase)
+    """Values of a metric in a phase (of one variant if given), in the order in which they were measured; of `status`,
+    which has none, none."""
+    wanted = (frame["metric"] == metric) & (frame["phase"] == phase) & (metric != "status")
     if variant is not None:
         wanted &= frame["variant"] == variant
     return frame.loc[wanted, "value"].astype("float64")

@@ -68,6 +68,13 @@ def inferred(model: nn.Module, *_: Any) -> Tensor:
         return model_loss(model, data(1)[0])
 
 
+def looked_at_in_inference(model: nn.Module, optimizer: Any) -> Tensor:
+    """The gradients, which are changed only afterwards."""
+    with torch.inference_mode():
+        [param.grad for param in model.parameters()]
+    return torch_clip(model, optimizer)
+
+
 def beside_inferred(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Before the first step, too."""
     known = inferred(model).item() * torch.no_grad()(model_loss)(model, batch)
@@ -143,6 +150,7 @@ CASES: dict[str, dict[str, Any]] = {
     "evaluation while gradients wait on the device": case(qwen3, clip=inferred, choice=Choice(grads="device")),
     "generation, kept": case(qwen3, after=generated, choice=Choice(resident=1, keep=4)),
     "inference mode": case(llama, after=lambda model: inferred(model).item()),
+    "gradients seen in inference mode": case(llama, clip=looked_at_in_inference),
     "inference mode first, with a budget": case(llama, loss=beside_inferred, gpu_memory="1GiB"),
     "moved to where it is": case(qwen3, after=lambda m: float(m.to("cpu").float().train().training)),
     # which `make_trainer` refuses; here the loss is the model's own
