@@ -121,39 +121,6 @@ def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
     return s.workspace >= needed + fused_plan.copies(tensors, compute, rows)
 
 
-class Operands:
-    """What the kernels need of an operator's arguments: e (N, D), of any strides; w (V, D) with unit column stride and
-    b (V) or None, both in the products' dtype; whether their gradients are wanted, `needs`; and what to plan for."""
-
-    def __init__(self, tensors: Tensors, numbers, sizes, words, flags, check: bool) -> None:
-        (smooth, softcap, z_loss, filter_eps), (ignore_index, workspace, chunks, *rows) = numbers, sizes
-        (reduction, dtype, group), (e, w, _, b, *_), shards = words.split(" "), tensors, None
-        if group:  # by its name, because an operator cannot take a group
-            from t1lib.heads.parallel import Shards
-
-            shards = Shards(torch.distributed.distributed_c10d._resolve_process_group(group), tuple(rows), flags[5])
-        settings = Settings(
-            reduction, ignore_index, smooth, softcap or None, z_loss, None if workspace < 0 else workspace,
-            filter_eps or None, shards=shards,
-        )  # fmt: skip
-        with torch.autocast(e.device.type, enabled=False):  # the forward's state counts, also in the backward
-            self.opts = options.Options(tensors, settings, same_dtype=dtype == "-", check=check)
-        compute = e.dtype if dtype == "-" else getattr(torch, dtype)
-        self.needs, self.dw_dtype, self.chunks = flags[:3], w.dtype, chunks or None
-        self.check = check
-        self.e = self.opts.tokens(e.reshape(-1, e.shape[-1]))
-        self.w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
-        self.b = None if b is None else b.to(compute).contiguous()
-        most = self.opts.most  # all shards must split the tokens into the same chunks
-        copies = fused_plan.copies(tensors, compute, most)
-        self.shape = fused_plan.Shape(len(self.e), most, w.shape[1], compute, *self.needs[:2], copies, len(rows))
-        self.device = fused_plan.device_of(e.device)
-
-    def plan(self, kind: str) -> tuple[fused_plan.Plan, dict[str, fused_plan.Buffer]]:
-        found = fused_plan.plan(kind, self.shape, self.opts.settings.workspace, self.device, self.chunks)
-        return found, fused_plan.layout(self.shape, found, kind == "early")
-
-
 @torch.library.custom_op(
     "t1lib::linear_cross_entropy", mutates_args=(), schema=f"({ARGUMENTS}) -> ({7 * 'Tensor, '}Tensor)"
 )
@@ -163,7 +130,7 @@ def forward_op(*call):
 
     tensors, (*needs, early, return_stats, _, tail) = Tensors(*call[:6]), call[9]
     with torch.cuda.device_of(tensors.input) if tensors.input.is_cuda else INTERPRETER:  # where Triton launches
-        o = Operands(tensors, *call[6:], check=True)
+        o = fused_plan.Operands(tensors, *call[6:], check=True)
         if any(needs) and not early:  # a workspace too small for the backward is refused here already
             o.plan("late")
         if early and tail and len(o.e) and fused_launch.aligned(o.w):
@@ -200,7 +167,7 @@ def backward_op(upstream, lse, *call):
 
     tensors = Tensors(*call[:6])
     with torch.cuda.device_of(lse) if lse.is_cuda else INTERPRETER:
-        return _filled(tensors, fused_run.late(Operands(tensors, *call[6:], check=False), lse, upstream))
+        return _filled(tensors, fused_run.late(fused_plan.Operands(tensors, *call[6:], check=False), lse, upstream))
 
 
 @backward_op.register_fake

@@ -9,8 +9,7 @@ from torch import Tensor
 from triton import next_power_of_2
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from t1lib.heads.fused import Operands
-from t1lib.heads.fused_plan import TILES, WHOLE, Buffer, Plan, ceil, splits_of, up
+from t1lib.heads.fused_plan import TILES, WHOLE, Buffer, Operands, Plan, ceil, splits_of, up
 from t1lib.heads.kernels import logits, products, rows
 from t1lib.heads.kernels.tiles import FIELDS, LARGE, LN2
 from t1lib.heads.options import HeadStats, check_range

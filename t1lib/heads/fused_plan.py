@@ -6,8 +6,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from t1lib.heads.options import Tensors, need_workspace
+from t1lib.heads.options import Options, Settings, Shards, Tensors, need_workspace
 
 DEFAULT_WORKSPACE = 3 * 2**29  # beside what every plan needs per token; less costs up to 4 % (docs/history)
 LOSS_WORKSPACE = 16 * 2**20  # more memory does not speed up the loss alone
@@ -240,3 +241,34 @@ def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks
     need, least = min(others)
     need_workspace(workspace, need, "fused")
     return least
+
+
+class Operands:
+    """What the kernels need of an operator's arguments: e (N, D), of any strides; w (V, D) with unit column stride and
+    b (V) or None, both in the products' dtype; whether their gradients are wanted, `needs`; and what to plan for."""
+
+    def __init__(self, tensors: Tensors, numbers, sizes, words, flags, check: bool) -> None:
+        (smooth, softcap, z_loss, filter_eps), (ignore_index, workspace, chunks, *rows) = numbers, sizes
+        (reduction, dtype, group), (e, w, _, b, *_), shards = words.split(" "), tensors, None
+        if group:  # by its name, because an operator cannot take a group
+            shards = Shards(dist.distributed_c10d._resolve_process_group(group), tuple(rows), flags[5])
+        settings = Settings(
+            reduction, ignore_index, smooth, softcap or None, z_loss, None if workspace < 0 else workspace,
+            filter_eps or None, shards=shards,
+        )  # fmt: skip
+        with torch.autocast(e.device.type, enabled=False):  # the forward's state counts, also in the backward
+            self.opts = Options(tensors, settings, same_dtype=dtype == "-", check=check)
+        compute = e.dtype if dtype == "-" else getattr(torch, dtype)
+        self.needs, self.dw_dtype, self.chunks = flags[:3], w.dtype, chunks or None
+        self.check = check
+        self.e = self.opts.tokens(e.reshape(-1, e.shape[-1]))
+        self.w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
+        self.b = None if b is None else b.to(compute).contiguous()
+        most = self.opts.most  # all shards must split the tokens into the same chunks
+        copied = copies(tensors, compute, most)
+        self.shape = Shape(len(self.e), most, w.shape[1], compute, *self.needs[:2], copied, len(rows))
+        self.device = device_of(e.device)
+
+    def plan(self, kind: str) -> tuple[Plan, dict[str, Buffer]]:
+        found = plan(kind, self.shape, self.opts.settings.workspace, self.device, self.chunks)
+        return found, layout(self.shape, found, kind == "early")

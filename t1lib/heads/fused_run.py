@@ -7,9 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from triton import next_power_of_2
 
-from t1lib.heads.fused import Operands
 from t1lib.heads.fused_launch import Pass, sum_rows
-from t1lib.heads.fused_plan import ceil, up
+from t1lib.heads.fused_plan import Operands, ceil, up
 from t1lib.heads.kernels import logits, rows
 from t1lib.heads.kernels.logits import LEAD, NEVER
 from t1lib.heads.kernels.tiles import LN2, LOG_TOTAL, OFFSET

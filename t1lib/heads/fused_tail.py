@@ -10,9 +10,8 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from t1lib.heads import fused_plan
-from t1lib.heads.fused import Operands
 from t1lib.heads.fused_launch import STAGES, Pass, boxes
-from t1lib.heads.fused_plan import DEFAULT_WORKSPACE, FREQUENT, SLACK, TOKEN_BYTES, Buffer, Plan, Shape, ceil, up
+from t1lib.heads.fused_plan import FREQUENT, Buffer, Operands, Plan, Shape, ceil, up
 from t1lib.heads.fused_run import targets
 from t1lib.heads.kernels import large, rows, tail
 from t1lib.heads.kernels.large import SLOTS
@@ -48,7 +47,7 @@ def layout(shape: Shape, plan: Plan) -> dict[str, Buffer]:
 def plan(shape: Shape, workspace: int | None, units: int) -> Plan:
     """The fastest plan that fits, of those with the fewest chunks or up to two more; `T1Error` with the least workspace
     if none fits."""
-    default = DEFAULT_WORKSPACE + TOKEN_BYTES * shape.tokens + shape.copies
+    default = fused_plan.DEFAULT_WORKSPACE + fused_plan.TOKEN_BYTES * shape.tokens + shape.copies
     budget, blocks = default if workspace is None else workspace, max(ceil(shape.tokens, BLOCK), 1)
     fit = []
     for capacity in sorted({ceil(blocks, n) * BLOCK for n in range(1, blocks + 1)}, reverse=True):
@@ -80,8 +79,8 @@ def cost(shape: Shape, found: Plan, ranges: int, units: int) -> float:
 
 
 def bytes_needed(shape: Shape, found: Plan) -> int:
-    loose = TOKEN_BYTES * shape.tokens + fused_plan.CLASS_BYTES * shape.vocab
-    loose += 24 * shape.hidden + shape.copies + SLACK
+    loose = fused_plan.TOKEN_BYTES * shape.tokens + fused_plan.CLASS_BYTES * shape.vocab
+    loose += 24 * shape.hidden + shape.copies + fused_plan.SLACK
     return sum(b.nbytes for b in layout(shape, found).values()) + LARGE_BYTES * found.capacity + loose
 
 

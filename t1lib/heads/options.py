@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.forward_ad import unpack_dual
@@ -41,6 +42,26 @@ class Tensors(NamedTuple):
     token_weight: Tensor | None = None
 
 
+class Shards(NamedTuple):
+    """One process's view of the sharding: it holds the rows `first` … `first + rows[rank]` of the weight."""
+
+    group: "dist.ProcessGroup"
+    rows: tuple[int, ...]  # of the weight on each of the `size` processes of `group`, in rank order
+    sequence: bool  # whether the tokens are sharded, too: the same number on every process, in rank order
+
+    rank = property(lambda self: dist.get_rank(self.group))
+    first = property(lambda self: sum(self.rows[: self.rank]))
+    size = property(lambda self: len(self.rows))
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """(size · n, …): the values (n, …) of every process, in rank order."""
+        # the older name is deprecated in PyTorch 2.13, but the only one in earlier versions
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        every = mine.new_empty(self.size * len(mine), *mine.shape[1:])
+        all_gather(every, mine.contiguous(), group=self.group)
+        return every
+
+
 class Settings(NamedTuple):
     reduction: str = "mean"
     ignore_index: int = -100
@@ -50,7 +71,7 @@ class Settings(NamedTuple):
     workspace: int | None = None  # bytes
     filter_eps: float | None = None
     return_stats: bool = False
-    shards: Any = None  # a `parallel.Shards`: which process holds which rows of the weight; None: this one all
+    shards: Shards | None = None  # None: this process holds all of the weight
 
 
 class Options:

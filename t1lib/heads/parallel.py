@@ -1,7 +1,7 @@
 """Vocabulary-parallel heads: `linear_cross_entropy` with `group=`, over whose processes the weight is sharded."""
 
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +13,16 @@ from t1lib.errors import T1Error, choose, require
 from t1lib.heads.chunked import chunked
 from t1lib.heads.fused import fused
 from t1lib.heads.fused_plan import device_of
-from t1lib.heads.options import HeadStats, Settings, Tensors, autocast_dtype, check_settings, check_tensors, own_options
+from t1lib.heads.options import (
+    HeadStats,
+    Settings,
+    Shards,
+    Tensors,
+    autocast_dtype,
+    check_settings,
+    check_tensors,
+    own_options,
+)
 
 HEADS = {"chunked": chunked, "fused": fused}  # those that work on shards of the weight
 SAME = "every rank of the group must pass the same"
@@ -21,26 +30,6 @@ SETTINGS = set(Settings._fields) - {"shards"}
 MOST = 4096  # calls remembered per group, as every new number of tokens adds one
 # by group (not by its name, which a new group may take over) and call: how many weight rows each rank holds
 AGREED: WeakKeyDictionary[ProcessGroup, dict[str, tuple[int, ...]]] = WeakKeyDictionary()
-# the older name is deprecated in PyTorch 2.13 but the only one in earlier versions
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class Shards(NamedTuple):
-    """One process's view of the sharding: it holds the rows `first` … `first + rows[rank]` of the weight."""
-
-    group: ProcessGroup
-    rows: tuple[int, ...]  # of the weight on each of the `size` processes of `group`, in rank order
-    sequence: bool  # whether the tokens are sharded, too: the same number on every process, in rank order
-
-    rank = property(lambda self: dist.get_rank(self.group))
-    first = property(lambda self: sum(self.rows[: self.rank]))
-    size = property(lambda self: len(self.rows))
-
-    def gather(self, mine: Tensor) -> Tensor:
-        """(size · n, …): the values (n, …) of every process, in rank order."""
-        every = mine.new_empty(self.size * len(mine), *mine.shape[1:])
-        all_gather(every, mine.contiguous(), group=self.group)
-        return every
 
 
 def linear_cross_entropy(

@@ -20,8 +20,8 @@ from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import device_bytes
 from t1lib.timing import NoTrace, PhaseTimer, Span, Trace, between_ms, mark_now, synchronize, wrap_layers
 from t1lib.train.batch import Piece
-from t1lib.train.loop import Trainer, make_trainer
-from t1lib.train.modes import SlideTrainer
+from t1lib.train.loop import Trainer
+from t1lib.train.modes import SlideTrainer, make_trainer
 from t1lib.train.placing import work_in
 from t1lib.train.resident import make_optimizer
 

@@ -21,7 +21,8 @@ from t1lib.train.optimizer import StreamOptimizer, check_optimizer
 from t1lib.train.placing import check_choice
 
 _LATER = {  # imported when they are first asked for: transformers takes seconds
-    "t1lib.train.loop": ("MODES", "StepRecord", "Trainer", "make_trainer"),
+    "t1lib.train.loop": ("StepRecord", "Trainer"),
+    "t1lib.train.modes": ("MODES", "make_trainer"),
     "t1lib.train.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "t1lib.optimizers": ("OPTIMIZERS", "OptimizerSpec", "Schedule"),
     "t1lib.models": ("PRESETS", "build_model", "sizes"),

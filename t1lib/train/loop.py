@@ -9,7 +9,6 @@
 In one process, all modes compute the same numbers: in float32 on a CPU bit for bit, unless a batch is split.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -29,7 +28,6 @@ from t1lib.train.batch import ALONE, Piece, Ranks, check, pieces_of
 from t1lib.train.resident import ResidentOptimizer, check_saved, make_optimizer, state_in
 from t1lib.train.update import norms_of, shown_state, take_state
 
-MODES = ("gpu", "gpu-graph", "ckpt", "slide", "fsdp")
 LOSSES = ("cross_entropy", "mean_square")
 HEAD_OPTIONS = ("workspace", "chunks", "by", "filter_eps", "label_smoothing", "z_loss", "tail")
 
@@ -299,17 +297,3 @@ class Trainer:
         self.closed = True
         for module in (*self.parts.layers, self.parts.norm):
             module.__dict__.pop("forward", None)
-
-
-def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> Trainer:
-    """A trainer of `model` in one of `MODES`. `options` are keyword arguments of `Trainer`, and in its mode those that
-    `SlideTrainer` or `FsdpTrainer` explains. Raises `T1Error` for an unknown mode, an option that the mode does not
-    take, or a value that does not fit; in mode slide also as `t1lib.train.stream` does."""
-    from t1lib.train.modes import FsdpTrainer, GraphTrainer, SlideTrainer
-
-    own = {"gpu-graph": GraphTrainer, "slide": SlideTrainer, "fsdp": FsdpTrainer}
-    kind = own.get(choose("mode", mode, MODES), Trainer)
-    accepted = [p for f in (kind._place, Trainer.__init__) for p in inspect.signature(f).parameters.values()]
-    for option in options:
-        choose(f"option of mode {mode!r}:", option, dict.fromkeys(p.name for p in accepted if p.kind is p.KEYWORD_ONLY))
-    return kind(model, mode, **options)

@@ -9,6 +9,7 @@ fsdp        PyTorch's FSDP2 in any number of processes, with or without CPU offl
 """
 
 import hashlib
+import inspect
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from t1lib.errors import require
+from t1lib.errors import choose, require
 from t1lib.heads.parallel import require_backend
 from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, PhaseTimer, wrap_layers
@@ -29,6 +30,7 @@ from t1lib.train.batch import Piece, Ranks, join, take_gpu
 from t1lib.train.loop import Trainer
 from t1lib.train.resident import make_optimizer
 
+MODES = ("gpu", "gpu-graph", "ckpt", "slide", "fsdp")
 WORKSPACE = "512MiB"  # of head fused under a budget of device memory, unless it is given one
 WARM_UP = 3  # eager steps with batches of a shape, before one is captured
 ALIKE = ("loss", "micro_batch", "max_grad_norm", "head", "head_options", "spec")  # on all ranks of mode fsdp
@@ -224,6 +226,18 @@ class FsdpTrainer(Trainer):
     def close(self) -> None:
         self.model.__dict__.pop("forward", None)
         super().close()
+
+
+def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> Trainer:
+    """A trainer of `model` in one of `MODES`. `options` are keyword arguments of `Trainer`, and in its mode those that
+    `SlideTrainer` or `FsdpTrainer` explains. Raises `T1Error` for an unknown mode, an option that the mode does not
+    take, or a value that does not fit; in mode slide also as `t1lib.train.stream` does."""
+    own = {"gpu-graph": GraphTrainer, "slide": SlideTrainer, "fsdp": FsdpTrainer}
+    kind = own.get(choose("mode", mode, MODES), Trainer)
+    accepted = [p for f in (kind._place, Trainer.__init__) for p in inspect.signature(f).parameters.values()]
+    for option in options:
+        choose(f"option of mode {mode!r}:", option, dict.fromkeys(p.name for p in accepted if p.kind is p.KEYWORD_ONLY))
+    return kind(model, mode, **options)
 
 
 def _local(tensor: Tensor) -> Tensor:
