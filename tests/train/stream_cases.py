@@ -146,7 +146,7 @@ def in_pieces(layers: nn.ModuleList, rows: int | None = None) -> None:
 
 
 def _in_pieces(run: Callable, rows: int | None, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    kwargs |= {"past_key_values": None} if "past_key_values" in kwargs else {}
+    kwargs |= {name: None for name in ("past_key_values", "cache") if name in kwargs}  # by version of transformers
     whole = len(hidden)
     starts = list(range(0, whole, rows or whole))
 
