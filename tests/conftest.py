@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from copies import CHECKOUT, copy_kit, python
 from filelock import FileLock
+from interpreter import mend
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: products as small as these are slower on two
+mend()
 
 PARAMETERS = 'profile: str = "smoke"  # which machine\nsteps: int = 3  # measured steps\nrate: float = 0.5\n'
 START = "from t1lib.kit.run import Run\nrun = Run.start({name!r}, globals())\n"

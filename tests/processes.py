@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from copies import python
+from interpreter import mend
 from torch.multiprocessing import start_processes
 
 HERE = Path(__file__).parent
@@ -38,6 +39,7 @@ def work(folder: Path, cases: Callable[[int, Path], Cases]) -> None:
     All processes run every case of `cases` in one process group, in the same order. Each process writes
     {case: traceback, or "" if it passed}.
     """
+    mend()
     for size in SIZES:
         start_processes(_run, (size, folder, cases), size, start_method="fork")
 
