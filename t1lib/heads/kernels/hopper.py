@@ -12,6 +12,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+try:  # from Triton 3.8 on; in 3.9 the older names raise an error
+    from triton.experimental.gluon.language.nvidia.hopper.tma import async_load, async_store
+except ImportError:
+    from triton.experimental.gluon.language.nvidia.hopper.tma import async_copy_global_to_shared as async_load
+    from triton.experimental.gluon.language.nvidia.hopper.tma import async_copy_shared_to_global as async_store
+
 from t1lib.heads.kernels import tiles
 from t1lib.heads.kernels.logits import NEVER, exponentials, gradients, load_factors, settled_offset, store_sums, work_of
 
@@ -48,9 +54,9 @@ def _copy_tiles(x, w, ring, work, group, first, hidden, N: gl.constexpr, S: gl.c
             mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
             bar = full.index(s)
             mbarrier.expect(bar, 2 * x.block_type.nbytes + w.block_type.nbytes)
-            tma.async_copy_global_to_shared(x, [m * 128, k], bar, a0.index(s))
-            tma.async_copy_global_to_shared(x, [m * 128 + 64, k], bar, a1.index(s))
-            tma.async_copy_global_to_shared(w, [first + n * N, k], bar, b0.index(s))
+            async_load(x, [m * 128, k], bar, a0.index(s))
+            async_load(x, [m * 128 + 64, k], bar, a1.index(s))
+            async_load(w, [first + n * N, k], bar, b0.index(s))
             it += 1
 
 
@@ -75,7 +81,7 @@ def _put(target, row, column, buffer, value):
     tma.store_wait(1)  # the piece before the last has left this buffer
     buffer.store(value.to(target.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(target, [row, column], buffer)
+    async_store(target, [row, column], buffer)
 
 
 @gluon.jit

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from t1lib.heads.kernels import tiles
-from t1lib.heads.kernels.hopper import ring_of
+from t1lib.heads.kernels.hopper import async_load, ring_of
 
 LARGEST = tl.constexpr(448.0)  # of e4m3
 MARK = tl.constexpr(0x7E)  # its code: of all exponentials that are as large or larger
@@ -112,9 +112,9 @@ def _copy_tiles(a, b, ring, work, first, BY_ROW: gl.constexpr, S: gl.constexpr):
             mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
             bar = full.index(s)
             mbarrier.expect(bar, 2 * a.block_type.nbytes + b.block_type.nbytes)
-            tma.async_copy_global_to_shared(a, [k * 128, m * 64], bar, a0.index(s))
-            tma.async_copy_global_to_shared(a, [k * 128, m * 64 + 32], bar, a1.index(s))
-            tma.async_copy_global_to_shared(b, [n * 256, first + k * 128], bar, b0.index(s))
+            async_load(a, [k * 128, m * 64], bar, a0.index(s))
+            async_load(a, [k * 128, m * 64 + 32], bar, a1.index(s))
+            async_load(b, [n * 256, first + k * 128], bar, b0.index(s))
             it += 1
 
 
