@@ -1,0 +1,57 @@
+"""Kernels that run on Hopper alone: Triton can compile them without a GPU. Gluon's names change between its versions,
+and some that are gone fail only when a kernel is compiled."""
+
+import pytest
+
+pytest.importorskip("triton")
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from t1lib.heads import fused_launch, fused_plan, fused_run, fused_tail
+from t1lib.heads.options import Tensors
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU's own tests run them")
+
+
+class Driver:
+    """What Triton asks of a GPU's driver when it compiles."""
+
+    get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """A set of names, to which each launch on tensors of a CPU adds a kernel, once it is compiled for Hopper."""
+    names, run = set(), JITFunction.run
+
+    def compile_only(kernel, *args, grid, warmup, **given):
+        run(kernel, *args, grid=grid, warmup=True, **given)
+        names.add(f"{kernel.__module__.split('.')[-1]}.{kernel.__name__}")
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(fused_plan, "device_of", lambda _: fused_plan.Device("hopper", 132))
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)  # no kernel fills it
+    return names
+
+
+def operands() -> fused_plan.Operands:
+    e, w, target = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((256, 64), (2048, 64), (256,)))
+    flags = [True, True, False, True, False, False, False]
+    return fused_plan.Operands(Tensors(e, w, target.long()), [0.0] * 4, [-100, -1, 0], "mean - ", flags, check=False)
+
+
+def test_the_kernels_in_gluon(compiled):
+    assert fused_launch.hopper is not None
+    fused_run.early(operands())
+    assert {"hopper.logits", "products.products"} < compiled and "logits.logits" not in compiled
+
+
+@pytest.mark.slow
+def test_those_with_fp8(compiled):
+    fused_tail.early(operands())
+    assert {"hopper.logits", "tail.products", "tail.narrow_weight", "tail.narrow_hidden"} < compiled
