@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from refusals import refused
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from t1lib.models import build_model, require_plain_loss, shape_only, sizes, split
 
@@ -131,6 +131,8 @@ def test_a_loss_that_is_more_than_a_cross_entropy_is_refused_by_name():
         ("inkling_text", "unpadded_vocab_size", 500, {"logits_mup_width_multiplier": 1.0}),
         ("mixtral", "output_router_logits", True, {}),
     ):
+        if family not in CONFIG_MAPPING:  # Inkling is newer than the oldest transformers that the kit takes
+            continue
         with torch.device("meta"):
             config = AutoConfig.for_model(family, **SMALL, **others, **{field: value})
             model = AutoModelForCausalLM.from_config(config)
