@@ -1,5 +1,5 @@
-"""One style for all tables and figures. Tables: a data frame to display and LaTeX to include, from one source. Figures:
-sizes for a LaTeX page, the colour, marker and label of each variant, and the parts that both reports draw."""
+"""One style for all figures and tables. Figures: sizes for a LaTeX page, the colour, marker and label of each variant,
+and the parts that both reports draw. Tables: a data frame to display and LaTeX to include, from one source."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -20,7 +20,7 @@ from t1lib.train.engine import Engine
 from t1lib.train.optimizer import StreamOptimizer, check_optimizer
 from t1lib.train.placing import check_choice
 
-_LATER = {  # imported when they are first asked for: transformers takes seconds
+_LATER = {  # imported when they are first asked for, as some of them need `stream`
     "t1lib.train.loop": ("StepRecord", "Trainer"),
     "t1lib.train.modes": ("MODES", "make_trainer"),
     "t1lib.train.checkpoint": ("load_checkpoint", "save_checkpoint"),

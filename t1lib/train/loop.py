@@ -4,7 +4,7 @@
     gpu-graph   the same step as a single CUDA graph (`t1lib.train.modes`)
     ckpt        as gpu, with each layer recomputed in the backward, as Hugging Face does it
     slide       `t1lib.train.stream`: layers on the host
-    fsdp        PyTorch's FSDP2 (there, too)
+    fsdp        PyTorch's FSDP2 (`t1lib.train.modes`, too)
 
 In one process, all modes compute the same numbers: in float32 on a CPU bit for bit, unless a batch is split.
 """
