@@ -10,7 +10,7 @@ from triton import next_power_of_2
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from t1lib.heads.fused_plan import TILES, WHOLE, Buffer, Operands, Plan, ceil, splits_of, up
-from t1lib.heads.kernels import FUSED, logits, products, rows
+from t1lib.heads.kernels import FMA, logits, products, rows
 from t1lib.heads.kernels.tiles import FIELDS, LARGE, LN2
 from t1lib.heads.options import HeadStats, check_range
 
@@ -190,7 +190,7 @@ class Pass:
         arguments, and new descriptors, which take the host longer than a small chunk takes the device."""
         known = self.known
         arguments = {name: given.pop(name) if name in given else known[name] for name in kernel.arg_names}
-        given |= FUSED
+        given |= FMA
         compiled = kernel[grid](**arguments, **given)
 
         def again(first: int) -> None:
@@ -275,7 +275,7 @@ def sum_rows(out: Tensor, x: Tensor, number: Tensor, start: int, size: int, fact
     """out (parts, columns) float32 += partial sums of factor_i · x[i] over the rows of x that hold a token."""
     parts, columns = out.shape
     rows.sum_rows[(ceil(columns, 256), parts)](
-        x, factor, out, number, start, size, columns, *x.stride(), BLOCK=256, HEIGHT=16, num_warps=2, **FUSED
+        x, factor, out, number, start, size, columns, *x.stride(), BLOCK=256, HEIGHT=16, num_warps=2, **FMA
     )
 
 

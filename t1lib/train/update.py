@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from t1lib.errors import require
-from t1lib.heads.kernels import FUSED, triton
+from t1lib.heads.kernels import FMA, triton
 from t1lib.optimizers import Precision, Rule
 
 DEVICE_PIECE = 1 << 25  # values that a device updates at a time: enough to keep it busy, few to hold in float32
@@ -100,7 +100,7 @@ def adamw_(weight: Tensor, grad: Tensor, state: State, rule: Rule, count: int, s
         adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
             weight, grad, first, second, state.get("master"), low, scale, weight.numel(), count,
             -1.0 if rule["maximize"] else 1.0, rule["lr"], rule["lr"] / correction1, math.sqrt(correction2),
-            rule["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, rule["eps"], narrow, BLOCK, **FUSED,
+            rule["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, rule["eps"], narrow, BLOCK, **FMA,
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ except ImportError:  # no wheel for Windows and macOS
     triton = None
 
 # Options of every launch: multiply and add in one operation, which is the default until Triton 3.10.
-FUSED = {"enable_fp_fusion": True}
+FMA = {"enable_fp_fusion": True}
 BLOCK, PROGRAMS = 4096, 4096  # more programs would only take longer to find that there is nothing to do
 
 if triton is not None:
@@ -45,7 +45,7 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
     """x ← x · factor in place, in the factor's precision. x: contiguous; factor: a 32- or 64-bit scalar."""
     if triton is not None and x.is_cuda:
         with torch.cuda.device_of(x):
-            _scale_kernel[(min(PROGRAMS, triton.cdiv(x.numel(), BLOCK)),)](x, factor, x.numel(), BLOCK, **FUSED)
+            _scale_kernel[(min(PROGRAMS, triton.cdiv(x.numel(), BLOCK)),)](x, factor, x.numel(), BLOCK, **FMA)
         return x
     # Shape (1), not (): PyTorch would round a zero-dimensional float32 factor to x's dtype before the product.
     return torch.mul(x, factor.reshape(1), out=x)
@@ -56,5 +56,5 @@ def scale_rows(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     if triton is None or not x.is_cuda or x.dtype == torch.float64:
         return torch.mul(x, factor, out=out)
     with torch.cuda.device_of(x):
-        _scale_rows_kernel[(len(x), triton.cdiv(x.shape[1], BLOCK))](x, factor, out, x.shape[1], BLOCK, **FUSED)
+        _scale_rows_kernel[(len(x), triton.cdiv(x.shape[1], BLOCK))](x, factor, out, x.shape[1], BLOCK, **FMA)
     return out
