@@ -192,6 +192,30 @@ def test_what_another_cell_uses_is_followed(checkout, kernel, maker, user):
     assert published(checkout) == [("a", 2.0)]
 
 
+@pytest.mark.parametrize(
+    ("way", "use"),
+    [
+        ("import torch\n@torch.no_grad()\ndef way():\n    return factors[0]", "way()"),
+        ("from functools import cache\nway = cache(lambda: factors[0])", "way.__wrapped__()"),
+        ("def wrap(inner):\n    return lambda: inner()\nway = wrap(lambda: factors[0])", "way()"),
+        ("def way(*, inner=lambda: factors[0]):\n    return inner()", "way()"),
+        ("ways = {'a': [(lambda: factors[0],)]}", "ways['a'][0][0]()"),
+        ("class Way:\n    go = property(lambda self: factors[0])", "Way().go"),
+        ("class Way:\n    @staticmethod\n    def go():\n        return factors[0]", "Way.go()"),
+        ("class Base:\n    def go(self):\n        return factors[0]\nclass Way(Base):\n    pass", "Way().go()"),
+        ("class Way:\n    pass\nway = Way()\nway.go = lambda: factors[0]", "way.go()"),
+    ],
+)
+def test_a_function_within_what_a_cell_uses_is_followed(checkout, kernel, way, use):
+    kernel.cells = {"parameters": PARAMETERS, "setup": SETUP, "way": way, "maker": "factors = [p.scale]"}
+    kernel.cells["user"] = f"records.put('a', '', {{'wall': {use}}})"
+    kernel.everything()
+    kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")
+    assert kernel.run("parameters", "maker", "finish").startswith("T1Error: cells to run again")
+    kernel.run("user", "finish")
+    assert published(checkout) == [("a", 2.0)]
+
+
 def save(checkout, cells: dict[str, str]) -> None:
     """The notebook's file has these cells, an empty one and the last, by their ids, as JupyterLab saves it."""
     saved = {**cells, "empty": " ", "finish": "run.finish()"}

@@ -7,8 +7,9 @@ Variables that a cell changes in place, without assigning them, are not followed
 import ast
 import dis
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from inspect import CO_OPTIMIZED
 from itertools import chain
 from types import CodeType, FunctionType, MethodType
@@ -19,6 +20,9 @@ from t1lib.params import first_line
 
 _MISSING = object()
 _LOADS = ("LOAD_NAME", "LOAD_GLOBAL")
+_PLAIN = (int, float, complex, str, bytes, type(None))  # hold nothing
+_WRAPPERS = {partial: "func", cached_property: "func", property: "fget"}  # what they call
+_WRAPPERS |= dict.fromkeys((MethodType, staticmethod, classmethod), "__func__")
 
 
 @dataclass
@@ -183,15 +187,36 @@ def _loaded(code: CodeType, at_once: bool) -> set[str]:
 
 
 def _functions(value: Any, namespace: dict[str, Any]) -> Iterator[FunctionType]:
-    """The notebook's functions that may run where a value is used: itself, methods of its class, or what it holds."""
+    """The notebook's functions that may run where a value is used: itself, and those within it, however deep."""
+    found, seen = [value], {id(namespace)}
+    for each in found:  # to which is added what it holds
+        if id(each) not in seen:
+            seen.add(id(each))
+            found += (held for held in _held(each, namespace) if not isinstance(held, _PLAIN))
+            if isinstance(each, FunctionType) and each.__globals__ is namespace:
+                yield each
+
+
+def _held(value: Any, namespace: dict[str, Any]) -> Iterator[Any]:
+    """What a container holds, what a function wraps or closes over, and what the notebook's own classes bring."""
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list | tuple | set):
+        yield from value
+    elif isinstance(value, FunctionType):
+        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # it is empty yet
+                yield cell.cell_contents
+    for kind, name in _WRAPPERS.items():
+        if isinstance(value, kind):
+            yield getattr(value, name)
+    own = getattr(value, "__dict__", {})
+    yield own.get("__wrapped__")
     kind = value if isinstance(value, type) else type(value)
-    own = vars(kind).values() if kind.__module__ == namespace.get("__name__") else ()
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
-    for each in (value, *own, *held):
-        while isinstance(each, partial | MethodType):
-            each = each.func if isinstance(each, partial) else each.__func__
-        if isinstance(each, FunctionType) and each.__globals__ is namespace:
-            yield each
+    for base in kind.__mro__:
+        if base.__module__ == namespace.get("__name__"):
+            yield from (*own.values(), *vars(base).values())
 
 
 def _same(before: Any, now: Any) -> bool:
