@@ -216,6 +216,10 @@ def test_a_notebook_draws_its_finished_run_again_where_measure_is_false(checkout
     run.table("main", [{"a": len(run.frame())}])
     run.finish()
     assert why(folder) is None and "tables/main.tex" in manifest.read(folder)["files"]
+    samples = folder / "samples.csv"
+    samples.write_text(samples.read_text().replace("1.5", "7.5"))
+    manifest.change(folder, files=manifest.files(folder))  # as if it had been measured again meanwhile
+    refused(run.finish, "other samples than those drawn here")
     names["measure"] = True
     refused(run.params.checked, "restart the kernel")
 

@@ -65,6 +65,7 @@ class Run:
         self.outdir.mkdir(parents=True, exist_ok=True)
         cuda = torch.cuda.is_available()
         if not self._measures:
+            self._drawn_from = manifest.entry(final / "samples.csv")
             self.records = Records.load(final / "samples.csv")
             self.records.closed = True
             cuda = "gpu" in (manifest.read(final) or {})["environment"]
@@ -200,6 +201,8 @@ class Run:
         given = self.params.checked()
         final = paths.outputs(given["profile"], self.experiment)
         if not self._measures:
+            newer = f"{paths.shown(final)} holds other samples than those drawn here; restart the kernel, run all cells"
+            require(manifest.entry(final / "samples.csv") == self._drawn_from, newer)
             if not self._driven:
                 manifest.replace_drawn(self.outdir, final)
             return
