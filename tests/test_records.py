@@ -102,7 +102,15 @@ def test_the_commit_is_gits_or_else_the_environments(checkout, monkeypatch):
     monkeypatch.setenv("T1_COMMIT", "abc1" * 10)
     refused(git_state, "abc1, and git says")
     monkeypatch.delenv("T1_COMMIT")
-    assert len(git_state()["commit"]) == 40
+    assert len(git_state()["commit"]) == 40 and git_state()["dirty"] is False
+    subprocess.run([*own, "config", "status.showUntrackedFiles", "no"], check=True)
+    (checkout.root / "params" / "smoke" / "demo.yaml").touch()
+    assert git_state()["dirty"] is True
+    monkeypatch.setenv("T1_ROOT", str(checkout.root / "copy"))  # in another project's repository, which leaves it out
+    for name in ("notebooks", "params"):
+        (checkout.root / "copy" / name).mkdir(parents=True)
+    (checkout.root / ".gitignore").write_text("copy/\n")
+    assert git_state() == {"commit": "unknown", "dirty": True}  # by T1_DIRTY
 
 
 @pytest.mark.parametrize(
