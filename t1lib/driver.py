@@ -133,7 +133,7 @@ def _execute(experiment: str, parameters: params.Values, staging: Path) -> None:
     text = executed.read_text(encoding="utf-8")
     folders = {folder for folder in map(Path, [paths.root(), *sys.path]) if folder.is_absolute() and folder.name}
     for folder in sorted(map(str, folders), key=len, reverse=True):
-        text = text.replace(json.dumps(folder + os.sep)[1:-1], "")
+        text = text.replace(json.dumps(folder + os.sep, ensure_ascii=False)[1:-1], "")
     executed.write_text(text, encoding="utf-8", newline="\n")
 
 

@@ -31,8 +31,9 @@ def run(command):
 
 
 def test_only_what_changed_or_is_forced_is_run_again(checkout, run, command, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path, os.sep])  # as of a command that begins in the root folder
-    checkout.add("first", MEASURE, "import sys, yaml\nprint(sys.executable)\nprint(yaml.__file__, 'a://b')")
+    # As of a command that begins in the root folder, and a package whose folder's name is not ASCII.
+    monkeypatch.setattr(sys, "path", [*sys.path, os.sep, "/Läufe"])
+    checkout.add("first", MEASURE, "import sys, yaml\nprint(sys.executable)\nprint(yaml.__file__, 'a://b', '/Läufe/x')")
     checkout.add("second")
     for name in ("first", "second"):
         checkout.finish(checkout.outputs(name), name)
@@ -58,7 +59,7 @@ def test_only_what_changed_or_is_forced_is_run_again(checkout, run, command, mon
     # The kernel is this very Python, whatever kernels a user has registered elsewhere.
     cells = json.loads((folder / "executed.ipynb").read_text())["cells"]
     [[python, package]] = [output["text"] for cell in cells for output in cell["outputs"]]
-    assert sys.executable.endswith(python.strip()) and package == "yaml/__init__.py a://b\n"
+    assert sys.executable.endswith(python.strip()) and package == "yaml/__init__.py a://b x\n"
 
     def fills_the_disk(notebook, executed, *more, **options):
         executed.write_text('{"cells": [')
