@@ -170,6 +170,7 @@ def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout,
     [
         ("factors = [p.scale]", "%time found = factors[0]"),
         ("factors = [p.scale]", "%%time\nfound = factors[0]"),
+        ("factors = [p.scale]", "found = %time factors[0]"),
         ("factors = [p.scale]", "found = Kind().go()"),
         ("factors = [p.scale]", "found = kind.go()"),
         ("factors = [p.scale]", "found = ways['lambda']()"),

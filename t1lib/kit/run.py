@@ -29,8 +29,8 @@ from t1lib.measure import manifest
 from t1lib.measure.records import Numbers, Records
 
 _RUN = "_t1_run"  # the variable by which a kernel knows its run
-# Cell magics, and line magics that run Python code.
-_MAGIC = re.compile(r"^(\s*)(?:%%.*\n?|%(?:time|timeit|prun)\s+(?:-\w+(?:\s*\d+)?\s+)*)", re.M)
+# Cell magics, and line magics that run Python code, whether or not their result is kept.
+_MAGIC = re.compile(r"^(\s*(?:[\w., ]+=\s*)?)(?:%%.*\n?|%(?:time|timeit|prun)\s+(?:-\w+(?:\s*\d+)?\s+)*)", re.M)
 _NAMED = 240  # characters of an error about cells that are out of date
 
 
