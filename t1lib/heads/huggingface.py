@@ -175,6 +175,7 @@ class _Logits:
     items: Any  # what the model divides a sum of losses by
     scale: float = 1.0
     cap: float | None = None
+    cast: torch.dtype | None = None  # what the model casts them to, which only those returned to the caller show
 
     weight = property(lambda self: self.layer.weight)  # Mamba casts to its dtype
     shape = property(lambda self: torch.Size((*self.hidden.shape[:-1], self.columns)))
@@ -184,7 +185,8 @@ class _Logits:
 
     def compute(self) -> Tensor:
         logits = self.layer(self.hidden)[..., : self.columns] * self.scale
-        return logits if self.cap is None else self.cap * torch.tanh(logits)
+        logits = logits if self.cap is None else self.cap * torch.tanh(logits)
+        return logits if self.cast is None else logits.to(self.cast)
 
     def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **given: Any) -> Tensor:
         # within a call of the layer, because its hooks gather its weight (FSDP2, ZeRO)
@@ -223,8 +225,13 @@ class _Logits:
     def tanh(self) -> "_Logits":
         return replace(self, cap=1.0) if self.cap is None else self._refuse("tanh twice")
 
-    def to(self, *_: Any, **__: Any) -> "_Logits":
-        return self  # a head computes in float32, and where the weight is
+    def to(self, *args: Any, **kwargs: Any) -> "_Logits":
+        """Noted only for `compute`: a head computes in float32, and where the weight is."""
+        dtype = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.dtype)), self.cast)
+        return replace(self, cast=dtype)
+
+    def float(self) -> "_Logits":
+        return self.to(torch.float32)
 
     def size(self, dim: int) -> int:
         return self.shape[dim]
@@ -244,7 +251,7 @@ class _Logits:
         allowed = "scaling by a number, softcap, cross-entropy"
         raise T1Error(f"{self.owner} does to its logits what no head can follow: {what}. Allowed: {allowed}")
 
-    float = contiguous = to
+    contiguous = to
     __rmul__ = __mul__
     __add__ = __radd__ = __sub__ = __rsub__ = __rtruediv__ = __pow__ = __matmul__ = __neg__ = __abs__ = _refuse
     __gt__ = __lt__ = __ge__ = __le__ = __setitem__ = __iter__ = _refuse

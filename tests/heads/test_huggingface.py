@@ -74,6 +74,8 @@ def test_logits_are_made_only_if_asked_for():
     torch.testing.assert_close(got.logits, expected.logits)
     objective = [output.loss + output.logits.square().mean() for output in (expected, got)]
     assert_close(gradients(own, objective[0]), gradients(ours, objective[1]))
+    own, ours = pair("Mamba", {"return_logits": True})  # casts its logits to float32
+    assert ours.bfloat16()(**batch()).logits.dtype == own.bfloat16()(**batch()).logits.dtype == torch.float32
     model, inputs = patch_head(build("GPT2"), **CHUNKED), batch(rows=4)
     with Recorder() as seen:
         gradients(model, model(**inputs).loss)
