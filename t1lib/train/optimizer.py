@@ -1,7 +1,7 @@
 """The optimizer of a streamed model: a `torch.optim.Optimizer` whose updates may still run while the model goes on."""
 
 from collections.abc import Callable, Iterable
-from copy import copy
+from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,7 +178,10 @@ class StreamOptimizer(ResidentOptimizer):
             self.take_over(found)
         else:
             self.state = found
-        for mine, given in zip(self.param_groups, groups, strict=True):
+        for mine, given in zip(self.param_groups, deepcopy(groups), strict=True):  # schedules write to rates
+            # What the state lacks was added later, such as the rate that a schedule began with.
+            for key in mine.keys() - given.keys() - self.defaults.keys() - {"params", "param_names"}:
+                del mine[key]
             mine.update({k: v for k, v in given.items() if k != "params"})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

@@ -113,6 +113,27 @@ def test_hooks_of_loading_are_called():
         assert loaded == [0.5] and "extra" in given
 
 
+@pytest.mark.parametrize("rate", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
+def test_loading_forgets_an_earlier_schedule_and_leaves_what_is_loaded_to_the_user(rate):
+    """The next schedule begins with the loaded rate, and none writes to it."""
+
+    def schedules(model: nn.Module, optimizer: Any) -> list[float]:
+        found, saved = [], copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0]["lr"] *= 0.5
+        for _ in range(3):
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.7**step)
+            found += train(model, optimizer, FIRST, schedule=lambda _, own=schedule: own)
+            optimizer.load_state_dict(saved)
+            found.append(float(optimizer.param_groups[0]["lr"]))
+        return found
+
+    plain, model = llama(), llama()
+    expected = schedules(plain, adamw(plain, lr=copy.deepcopy(rate)))
+    with streaming(model, adamw(model, lr=copy.deepcopy(rate))) as (streamed, own):
+        assert schedules(streamed, own) == expected
+        assert_same_weights(streamed, plain)
+
+
 def test_accelerate_saves_all_weights(tmp_path):
     """It takes tensors of one storage for tied ones."""
     accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
