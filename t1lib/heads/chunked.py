@@ -261,7 +261,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream: Tensor | None, *_):
-        options.refuse_create_graph("chunked", ctx.opts.settings.shards is not None)
+        options.require_plain_backward("chunked", upstream, ctx.opts.settings.shards is not None)
         if upstream is None:
             return (None,) * 7
         if not ctx.early:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from t1lib.errors import UnavailableError, require
-from t1lib.heads.options import HeadStats, Options, need_workspace, on_flat_operands, refuse_create_graph, spent
+from t1lib.heads.options import HeadStats, Options, need_workspace, on_flat_operands, require_plain_backward, spent
 
 ALIGN = 8  # elements: where rows of logits do not start on so many, cuBLAS takes five times as long
 
@@ -93,9 +93,9 @@ def native(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tenso
     return losses.reshape(opts.shape) if s.reduction == "none" else losses, None
 
 
-def _once(calls: list[None], _: Tensor) -> None:
-    """A hook that refuses a second backward, and a second derivative, in the kit's words."""
-    refuse_create_graph("torch")
+def _once(calls: list[None], upstream: Tensor) -> None:
+    """A hook that refuses a second backward, a second derivative and a batch of gradients in the kit's words."""
+    require_plain_backward("torch", upstream)
     if calls:
         raise spent("torch", 'head "full"')
     calls.append(None)

@@ -193,7 +193,7 @@ def _setup(ctx, inputs, output) -> None:
 
 def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:
     _, _, words, flags = ctx.rest
-    options.refuse_create_graph("fused", grouped=not words.endswith(" "))
+    options.require_plain_backward("fused", upstream, grouped=not words.endswith(" "))
     if upstream is None:
         return (None,) * 10
     if ctx.spent:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd.forward_ad import unpack_dual
 
 from t1lib.errors import T1Error, choose, is_number, is_whole, require, shown
@@ -301,10 +301,13 @@ def need_workspace(workspace: int | None, least: int, head: str) -> None:
         raise T1Error(f"{small}; the least that works is {least} bytes ({least / 2**20:.2f}MiB)")
 
 
-def refuse_create_graph(head: str, grouped: bool = False) -> None:
-    """Raise a `T1Error` under create_graph=True, when grad mode is on in a backward. grouped: under a group."""
+def require_plain_backward(head: str, upstream: Tensor | None, grouped: bool = False) -> None:
+    """Raise a `T1Error` in a backward under create_graph=True, when grad mode is on, and in one of a batch of upstream
+    gradients. grouped: under a group."""
     advice = "nor has any other under a group" if grouped else 'use head "full"'
     require(not torch.is_grad_enabled(), f'head "{head}" has no second derivative (create_graph=True); {advice}')
+    batched = type(upstream) is Tensor and is_legacy_batchedtensor(upstream)
+    require(not batched, f'head "{head}" has no batched backward (is_grads_batched, vectorize); {advice}')
 
 
 def spent(head: str, instead: str) -> T1Error:

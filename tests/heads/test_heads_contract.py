@@ -175,6 +175,8 @@ def test_second_backwards_are_right_or_refused_as_are_derivatives(head, own, red
     assert torch.equal(first, kept)
     loss = linear_cross_entropy(e, p.w, p.target, head=head, reduction=reduction, **own).sum()
     refused(lambda: torch.autograd.grad(loss, e, create_graph=True), "no second derivative")
+    loss = linear_cross_entropy(e, p.w, p.target, head=head, reduction=reduction, **own).sum()
+    refused(lambda: torch.autograd.grad(loss, e, torch.ones(2), is_grads_batched=True), "no batched backward")
 
 
 def test_transforms_are_refused():
