@@ -85,12 +85,13 @@ def _language_model(model: Any) -> tuple[nn.Module, str, dict | None]:
 def _patched(original: Callable) -> Callable:
     """The function that becomes `model.forward`: through the head if there are labels, otherwise as before."""
     signature = inspect.signature(original)
+    names = [*signature.parameters][1:]  # but for self
 
     @wraps(original, updated=())
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         patch = self._t1_head
         call = patch["previous"] or partial(type(self).forward, self)
-        given = {**dict(zip(signature.parameters, (self, *args), strict=False)), **kwargs}
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         labels = next((given[name] for name in ("labels", "shift_labels") if given.get(name) is not None), None)
         # TRL's trainers ask by `fused_lm_head` for log-probabilities that TRL computes itself
         other = labels is None or given.get("fused_lm_head") or self.loss_function is not patch["loss"]
@@ -98,8 +99,8 @@ def _patched(original: Callable) -> Callable:
         with nullcontext() if torch.compiler.is_compiling() else LOCKS.setdefault(self, threading.RLock()):
             if other or not patch["active"]:
                 return call(*args, **kwargs)
-            if given.get("labels") is None:
-                kwargs["labels"] = labels  # a model computes a loss only if it is given labels
+            if given.get("labels") is None:  # a model computes a loss only if it is given labels
+                args, kwargs = (), {**given, "labels": labels}
             return _call_with_head(self, patch, partial(call, *args, **kwargs), given.get("num_items_in_batch"))
 
     del forward.__wrapped__  # accelerate follows it to take its own wrappers off, and would take this one off, too

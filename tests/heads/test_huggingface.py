@@ -64,7 +64,10 @@ def test_embeddings_caches_positions_and_tuples():
     (expected, loss, *others), (got, own_loss, logits, *rest) = found
     torch.testing.assert_close([got, own_loss], [expected, loss], rtol=1e-6, atol=0.0)
     assert logits is None and len(others) == 1 + len(rest)
-    torch.testing.assert_close(ours(ids, None, None, None, None, labels).loss, loss, rtol=1e-6, atol=0.0)
+    for given in ({}, {"shift_labels": next_token_targets(labels)}):
+        place = None if given else labels
+        got = ours(ids, None, None, None, None, place, **given).loss
+        torch.testing.assert_close(got, loss, rtol=1e-6, atol=0.0)
 
 
 def test_logits_are_made_only_if_asked_for():
