@@ -110,8 +110,9 @@ def _execute(experiment: str, parameters: params.Values, staging: Path) -> None:
     options |= dict(coalesce_streams=True)  # saves a notebook's progress bar as a single line of output
     # Else ipykernel warns about TCP without encryption at every start, and of the interrupt that ends it.
     options |= dict(extra_arguments=["--IPKernelApp.log_level=CRITICAL"])
-    # The kernel inherits its staging folder, and that this Python's kernels come before the user's own.
-    with patch.dict(os.environ, {"T1_STAGING": str(staging), "JUPYTER_PREFER_ENV_PATH": "1"}):
+    # The kernel inherits its folders, and that this Python's kernels come before the user's own.
+    given = {"T1_ROOT": str(paths.root()), "T1_STAGING": str(staging), "JUPYTER_PREFER_ENV_PATH": "1"}
+    with patch.dict(os.environ, given):
         try:
             papermill.execute_notebook(paths.notebook(experiment), executed, parameters, **options)
         except KeyboardInterrupt:

@@ -31,6 +31,8 @@ def run(command):
 
 
 def test_only_what_changed_or_is_forced_is_run_again(checkout, run, command, monkeypatch):
+    monkeypatch.chdir(checkout.root / "notebooks")  # a kernel runs in the root
+    monkeypatch.setenv("T1_ROOT", "..")
     # As of a command that begins in the root folder, and a package whose folder's name is not ASCII.
     monkeypatch.setattr(sys, "path", [*sys.path, os.sep, "/Läufe"])
     checkout.add("first", MEASURE, "import sys, yaml\nprint(sys.executable)\nprint(yaml.__file__, 'a://b', '/Läufe/x')")
