@@ -127,6 +127,14 @@ def test_what_an_edited_cell_measured_or_made_before_is_gone(checkout, kernel, i
     assert kernel.run("step", "finish", ids=ids) == ""
 
 
+def test_the_executed_notebook_does_not_replace_the_folder_that_it_is_in(checkout, kernel, monkeypatch):
+    kernel.everything()
+    monkeypatch.chdir(checkout.outputs("demo"))
+    for name in ("finish", "setup"):
+        assert "open notebooks/demo.ipynb instead" in kernel.run(name)
+    assert len(published(checkout)) == 5
+
+
 def test_a_variable_of_a_later_cell_is_noticed(checkout, kernel):
     kernel.cells["later"] = "factor = 1000"
     kernel.everything()

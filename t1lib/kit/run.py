@@ -119,6 +119,9 @@ class Run:
             return
         manifest.require_gpu(given["profile"])
         if not self._driven:
+            own = f"notebooks/{self.experiment}.ipynb"
+            here = f"this kernel runs in {paths.shown(final)}, which finish() replaces; open {own} instead"
+            require(not Path.cwd().is_relative_to(final), here)
             manifest.require_replaceable(final)
 
     def _require_whole(self) -> None:
