@@ -152,6 +152,7 @@ class TrainRun:
         with noted() as interrupted:
             self._begin_metrics()
             while self.steps < last and not interrupted():
+                torch.manual_seed(self.options["seed"] * 1_000_003 + self.steps)  # dropout draws as if never resumed
                 record = self.session.step()
                 ends = record.step == last
                 row = self._row(record, self.session.evaluate(rows) if self._due("eval_every", ends) else None)

@@ -24,7 +24,8 @@ from t1lib.train import checkpoint
 from t1lib.train.checkpoint import META
 
 TEXT = Path(argparse.__file__)  # 100 kB
-SHAPE = ["--change", "num_hidden_layers", "1", "--change", "hidden_size", "16", "--change", "intermediate_size", "32"]
+SHAPE = ["--change", "num_hidden_layers", "1", "--change", "hidden_size", "16", "--change", "intermediate_size", "32",
+         "--change", "attention_dropout", "0.1"]  # fmt: skip
 SMALL = ["train", "--model", "tiny", *SHAPE, "--data", str(TEXT), "--vocabulary", "300", "--seq", "16", "--batch", "4",
          "--device", "cpu", "--head", "chunked", "--eval-rows", "6"]  # fmt: skip
 AGAIN = ["train", "--resume"]
