@@ -12,6 +12,7 @@ from t1lib.errors import UnavailableError
 from t1lib.files import read_signed, write_signed
 from t1lib.kit import latex
 from t1lib.kit.style import make_table, to_latex
+from t1lib.measure import manifest
 
 needs_tex = pytest.mark.skipif(not (shutil.which("pdflatex") and shutil.which("bibtex")), reason="needs TeX")
 
@@ -76,6 +77,21 @@ def test_a_missing_number_fails_by_name_and_keeps_the_old_pdf(outputs):
     refused(lambda: latex.build("smoke"), match=r"\n.*no result with the key t1m3\.step\.full\.wall_ms")
     assert (folder / "t1m3.pdf").read_bytes() == b"old"
     assert {path.name for path in folder.iterdir()} == before
+
+
+def test_a_run_that_is_published_meanwhile_is_not_said_to_be_the_reports(outputs, monkeypatch):
+    """Else its manifest would vouch for a PDF of the run before, and `check` would find nothing wrong."""
+    folder = outputs("t1m3")
+    (folder / "t1m3.pdf").write_bytes(b"old")
+
+    def compile_slowly(place: Path, report: str, _: str) -> None:
+        (place / f"{report}.pdf").write_bytes(b"of the run before")
+        manifest.change(folder / report, commit="f" * 40)
+
+    monkeypatch.setattr(shutil, "which", str)
+    monkeypatch.setattr(latex, "_compile", compile_slowly)
+    refused(lambda: latex.build("smoke"), "a run changed while the report t1m3 was built")
+    assert (folder / "t1m3.pdf").read_bytes() == b"old" and "report" not in manifest.read(folder / "t1m3")
 
 
 def test_without_tex_or_a_run_says_what_to_do(monkeypatch):

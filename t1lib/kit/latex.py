@@ -45,19 +45,21 @@ def build(profile: str) -> list[Path]:
 def _build_one(outputs: Path) -> Path:
     """Build the report on one finished run; the PDF goes next to the run's folder. Names of what it takes from the runs
     in `BOTH` begin with the experiment's."""
-    content = manifest.read(outputs) or {}
+    runs = {outputs.with_name(name): f"{name}-" for name in BOTH} | {outputs: ""}
+    contents = {run: manifest.read(run) for run in runs}
     final = outputs.with_name(f"{outputs.name}.pdf")
     with tempfile.TemporaryDirectory(prefix="t1-report-") as temporary:
         folder = shutil.copytree(paths.root() / "report", Path(temporary), dirs_exist_ok=True)
-        for name in (outputs.name, *BOTH):
-            run, before = outputs.with_name(name), "" if name == outputs.name else f"{name}-"
+        for run, before in runs.items():
             made = (run / "numbers.tex", *run.glob("tables/*.tex"), *run.glob("figures/*.pdf"))
-            for path in made if manifest.read(run) else ():
+            for path in made if contents[run] else ():
                 copy = folder / path.relative_to(run).with_name(f"{before}{path.name}")
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
-        write_context(content, folder / "context.tex")
-        _compile(folder, outputs.name, content["started"])
+        write_context(contents[outputs], folder / "context.tex")
+        _compile(folder, outputs.name, contents[outputs]["started"])
+        same = all(manifest.read(run) == content for run, content in contents.items())
+        require(same, f"a run changed while the report {outputs.name} was built; its PDF is as it was: report again")
         with whole(final) as partial:
             shutil.copyfile(folder / f"{outputs.name}.pdf", partial)
     manifest.change(outputs, report=manifest.entry(final))
