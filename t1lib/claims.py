@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from t1lib import params, paths
 from t1lib.errors import T1Error, choose, require, shown
+from t1lib.files import whole
 from t1lib.measure import manifest
 
 PROFILE = "h200"  # that the claims are about
@@ -79,7 +80,8 @@ def write_page() -> None:
     require(not missing, f"{PAGE} has no place for claims of {', '.join(sorted(missing))}")
     made = _TABLE.sub(lambda found: found[1] + tables.get(found[2], "") + found[3], text)
     if made != text:
-        path.write_text(made, encoding="utf-8", newline="\n")
+        with whole(path) as partial_path:
+            partial_path.write_text(made, encoding="utf-8", newline="\n")
 
 
 def doubts(folder: Path, experiment: str) -> str | None:
@@ -122,8 +124,8 @@ def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
     if why is None and content:
         numbers = json.loads((folder / NUMBERS).read_bytes())
         commit = content["commit"][:7] + " with changes" * (content["dirty"] is True)
-        whole = f"{len(content['files'])} files as the manifest lists them, numbers as samples.csv gives them"
-        why = f"commit {commit}, {manifest.device(content)}, {content['started']}; {whole}"
+        intact = f"{len(content['files'])} files as the manifest lists them, numbers as samples.csv gives them"
+        why = f"commit {commit}, {manifest.device(content)}, {content['started']}; {intact}"
     print(f"{experiment}: {why}")
     verdicts = []
     for claim in claims:

@@ -1,12 +1,15 @@
-"""Copies of this checkout, Python in a process of its own, and waiting."""
+"""Copies of this checkout, Python in a process of its own, waiting, and a disk that is full."""
 
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -39,3 +42,15 @@ def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
     while not (found := condition()) and time.monotonic() < until:
         time.sleep(0.01)
     return found
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let no file grow beyond `size` bytes, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

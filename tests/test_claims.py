@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import yaml
-from copies import CHECKOUT, copy_kit
+from copies import CHECKOUT, copy_kit, largest_file
 from refusals import refused
 
 from t1lib.claims import FILE, PAGE, Claim, doubts, read_claims, write_page
@@ -140,7 +140,11 @@ def test_the_page_is_made_of_the_claims_and_they_are_of_committed_runs(tmp_path,
     page, whole = copy_kit(tmp_path) / PAGE, (CHECKOUT / PAGE).read_text(encoding="utf-8")
     shutil.copyfile(CHECKOUT / FILE, tmp_path / FILE)
     monkeypatch.setenv("T1_ROOT", str(tmp_path))
-    page.write_text(re.sub(r"(?m)^\|.*\| `t1m3\..*\n", "", whole), encoding="utf-8")  # less a table's rows
+    shorter = re.sub(r"(?m)^\|.*\| `t1m3\..*\n", "", whole)  # less a table's rows
+    page.write_text(shorter, encoding="utf-8")
+    with largest_file(4000):
+        refused(write_page, f"cannot write {page}: File too large")
+    assert page.read_text(encoding="utf-8") == shorter
     write_page()
     assert page.read_text(encoding="utf-8") == whole
     assert set(read_claims()) == set(EXPERIMENTS)

@@ -6,13 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from copies import CHECKOUT, names
+from copies import CHECKOUT, largest_file, names
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from t1lib import signals
@@ -37,18 +36,6 @@ def train(folder, *more):
 
 def metrics(folder):
     return pd.read_csv(folder / "metrics.csv", index_col="step")
-
-
-@contextmanager
-def largest_file(size):
-    """Let no file grow beyond `size` bytes, as on a full disk."""
-    resource = pytest.importorskip("resource")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def before_step(monkeypatch, number, happens):
