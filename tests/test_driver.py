@@ -135,6 +135,9 @@ def test_an_output_of_few_characters_on_a_full_disk_or_closed_is_no_traceback(ch
         runpy.run_module("t1lib", run_name="__main__")
     monkeypatch.setattr(sys, "stdout", None)
     assert (main(["list"]), capsys.readouterr().err) == (0, "")
+    with monkeypatch.context() as patch:
+        patch.setattr("t1lib.params.experiments", lambda: os.stat("nowhere"))
+        assert main(["list"]) == 2 and capsys.readouterr().err.startswith("error: [Errno 2] No such file")
     read, write = os.pipe()
     os.close(read)
     told = "error: [Errno 28] No space left on device\n"
