@@ -18,7 +18,7 @@ from t1lib.files import held, read_signed, whole, write_signed, writing
 from t1lib.memory import GIB
 from t1lib.models import PRESETS
 from t1lib.signals import EXIT_INTERRUPTED, noted
-from t1lib.text.corpus import LIBRARY
+from t1lib.text.corpus import LIBRARY, sha256
 from t1lib.text.session import LanguageSession, decided, session_of
 from t1lib.train import StepRecord
 from t1lib.train.batch import launched
@@ -82,12 +82,13 @@ def _whole_path(option: str, path: str, names: Collection[str] = ()) -> str:
 
 
 class TrainRun:
-    """A run in `folder`, which is `held`: run.json (its options, the text's hash), metrics.csv, checkpoints/.
+    """A run in `folder`, which is `held`: run.json (its options, hashes of its text and of its model's form),
+    metrics.csv, checkpoints/.
 
     given   options of the command `train` that are given, with whole paths; with "resume" the others are the run's
     usual   the others of a new run
 
-    Raises `T1Error`, having written nothing, unless the folder, its run and the text are as they should be.
+    Raises `T1Error`, having written nothing, unless the folder, its run, text and model are as they should be.
     """
 
     def __init__(self, folder: Path, given: dict[str, Any], usual: dict[str, Any]) -> None:
@@ -95,7 +96,7 @@ class TrainRun:
         before = self._before(usual, "resume" in given)
         self.options = self._options(given, usual, before.get("options", {}))
         self.session = LanguageSession(**session_of(self.options))
-        self._begin(before.get("corpus"))
+        self._begin(before)
 
     def _before(self, usual: dict[str, Any], resume: bool) -> dict[str, Any]:
         """The content of run.json, if the run is resumed. One that failed before its first step may be begun anew."""
@@ -120,16 +121,20 @@ class TrainRun:
         require(not within, f"--out {self.folder} is in the folder of --data; a run's files are no text: take another")
         return options
 
-    def _begin(self, before: str | None) -> None:
-        """Go on from the last checkpoint, if there is one. before: hash of the text of the run that is resumed"""
-        folder, text = self.folder, self.session.corpus.sha256
-        require(before in (None, text), f"the text is not the one that the run in {folder} was begun with")
+    def _begin(self, before: dict[str, Any]) -> None:
+        """Go on from the last checkpoint, if there is one. before: content of run.json of the run that is resumed"""
+        folder, text, model = self.folder, self.session.corpus.sha256, self.options["model"]
+        files = () if model in PRESETS else (Path(model, name) for name in ("config.json", "tokenizer.json"))
+        form = sha256(*(path.read_text(encoding="utf-8") for path in files))  # what weights do, which checkpoints hold
+        other = f"not the one that the run in {folder} was begun with"
+        require(before.get("corpus", text) == text, f"the text is {other}")
+        require(before.get("form", form) == form, f"config.json or tokenizer.json in {model} is {other}")
         saved = has_checkpoint(self._checkpoints)  # not if the run is new, or ended before that
         self._saved = load_checkpoint(self.session.trainer, self._checkpoints) if saved else None  # its step
         most = f"the run in {folder} is at step {self.steps}; allowed: --steps {self.steps} or more, or none"
         require(self.steps <= self.options["steps"], most)
         own = {name: value for name, value in self.options.items() if name not in SITTING}
-        made = {"t1lib": __version__, "torch": torch.__version__, "corpus": text, "options": own}
+        made = {"t1lib": __version__, "torch": torch.__version__, "corpus": text, "form": form, "options": own}
         write_signed(folder / RUN, made)
 
     @property

@@ -288,8 +288,9 @@ def test_folders_for_a_run(tmp_path, refused):
 
 
 @pytest.mark.parametrize("mode", ["gpu", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_what_it_exports_is_the_model_that_was_trained_and_can_be_trained_on(tmp_path, monkeypatch, mode):
-    """A changed vocabulary sizes the tokenizer. A run goes on from another folder than it was begun in."""
+def test_what_it_exports_is_the_model_that_was_trained_and_can_be_trained_on(tmp_path, monkeypatch, capsys, mode):
+    """A changed vocabulary sizes the tokenizer. A run goes on from another folder than it was begun in, but not with
+    another configuration or tokenizer of its model."""
     (tmp_path / "own").mkdir()
     shutil.copy(TEXT, tmp_path / "own" / "a.txt")
     monkeypatch.chdir(tmp_path)
@@ -306,3 +307,10 @@ def test_what_it_exports_is_the_model_that_was_trained_and_can_be_trained_on(tmp
     assert main(["train", "--model", "a/model", "--data", "own", *small]) == 0
     monkeypatch.chdir(tmp_path / "own")
     assert main([*AGAIN, "--out", "../b", "--steps", "2"]) == 0
+    for name in ("config.json", "tokenizer.json"):
+        file = tmp_path / "a" / "model" / name
+        before = file.read_text(encoding="utf-8")
+        file.write_text(before + "\n", encoding="utf-8")
+        assert main([*AGAIN, "--out", "../b", "--steps", "3"]) == 2
+        assert "error: config.json or tokenizer.json in" in capsys.readouterr().err
+        file.write_text(before, encoding="utf-8")
