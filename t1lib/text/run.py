@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Collection
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ def train_command(arguments: argparse.Namespace) -> int:
     given = _check(arguments)
     asked = {**arguments.defaults, **given}
     folder = Path(asked["out"] or f"runs/{Path(asked['model']).name}-{asked['mode']}-{asked['head']}")
-    _whole_path("out", str(folder))
+    _named("out", str(folder))
     taken = f"another process trains in {folder}; wait for it, or take another --out"
     with held(folder, RUN, taken):
         run = TrainRun(folder, given, arguments.defaults)
@@ -66,8 +65,8 @@ def _check(arguments: argparse.Namespace) -> dict[str, Any]:
     require(bool(model or "resume" in given), "--model is missing; --resume with --out goes on without it")
     require(bool(model or "out" in given), "--resume without --model needs --out, the folder of the run")
     for name, known in (("model", PRESETS), ("data", (LIBRARY,))):
-        if name in given:
-            given[name] = _whole_path(name, given[name], known)
+        if name in given and _named(name, given[name]) not in known:
+            given[name] = _named(name, os.path.realpath(given[name]))
     if model and model not in PRESETS and not os.path.isdir(model):
         get = f"hf download {model} --local-dir FOLDER, then --model FOLDER"
         require(model.count("/") != 1, f"--model {shown(model)} is no folder; of the hub's: {get}")
@@ -75,10 +74,10 @@ def _check(arguments: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def _whole_path(option: str, path: str, names: Collection[str] = ()) -> str:
-    """The whole path, unless it is one of `names`. Raises `T1Error` for what no file or folder can be called."""
+def _named(option: str, path: str) -> str:
+    """The path. Raises `T1Error` for what no file or folder can be called."""
     require(path.isprintable(), f"--{option} {shown(path)} holds characters that no file of settings can hold")
-    return path if path in names else str(Path(path).resolve())
+    return path
 
 
 class TrainRun:

@@ -267,6 +267,20 @@ def test_bad_input_is_one_error_and_nothing_is_left(tmp_path, monkeypatch, refus
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are text, and links need rights")
+def test_paths_of_other_bytes_or_that_link_to_themselves_are_one_error(tmp_path, monkeypatch, refused):
+    (tmp_path / "loop").symlink_to("loop")
+    for option in ("--data", "--model", "--out"):
+        refused("loop", tmp_path / "a", option, str(tmp_path / "loop"))
+    odd = tmp_path / "\udcff"
+    odd.mkdir()
+    monkeypatch.chdir(odd)
+    shutil.copy(TEXT, "a.txt")
+    refused("\\udcff/a.txt' holds characters", tmp_path / "a", "--data", "a.txt")
+    assert names(tmp_path) == ["loop", odd.name]
+    assert train("a", "--steps", "1") == 0
+
+
 def test_folders_for_a_run(tmp_path, refused):
     """One within its data is refused, or with what an export would replace, and a file is named; but a start that
     failed takes none."""
