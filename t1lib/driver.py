@@ -5,7 +5,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
@@ -22,7 +21,7 @@ from tqdm import tqdm
 
 from t1lib import claims, params, paths
 from t1lib.errors import T1Error, UnavailableError, choose, require
-from t1lib.files import locked, writing
+from t1lib.files import locked, remove, writing
 from t1lib.measure import manifest
 from t1lib.signals import EXIT_INTERRUPTED
 
@@ -87,8 +86,9 @@ def _attempt(experiment: str, profile: str, parameters: params.Values) -> bool:
     outcome, clock = "interrupted", time.perf_counter()
     try:
         with locked(staging.with_suffix(".lock"), f"{label} is being run by another process; wait for it"):
-            shutil.rmtree(staging, ignore_errors=True)  # left by a run that failed or was killed
-            staging.mkdir(parents=True)
+            with writing(staging):
+                remove(staging)  # left by a run that failed or was killed
+                staging.mkdir(parents=True)
             _execute(experiment, parameters, staging)
             manifest.change(staging, files=manifest.files(staging))  # with executed.ipynb
             manifest.publish(staging, final)
@@ -135,7 +135,8 @@ def _execute(experiment: str, parameters: params.Values, staging: Path) -> None:
     folders = {folder for folder in map(Path, [paths.root(), *sys.path]) if folder.is_absolute() and folder.name}
     for folder in sorted(map(str, folders), key=len, reverse=True):
         text = text.replace(json.dumps(folder + os.sep, ensure_ascii=False)[1:-1], "")
-    executed.write_text(text, encoding="utf-8", newline="\n")
+    with writing(executed):
+        executed.write_text(text, encoding="utf-8", newline="\n")
 
 
 def _measured(content: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from copies import wait_for
 from jupyter_core.utils import ensure_event_loop
 
 from t1lib.__main__ import main
-from t1lib.files import locked
+from t1lib.files import locked, write_signed
 from t1lib.measure import manifest
 
 MEASURE = "for step in range(steps):\n    run.records.put('slide', '', {'wall_ms': step}, step)\n"
@@ -89,6 +89,18 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
         told = run("bad", code=1)  # names no folder, which is the other process's
     assert "bad [smoke] is being run by another process" in told and ".partial" not in told
     assert (left / "executed.ipynb").is_file()
+
+    def ends(notebook, executed, *more, **options):
+        executed.write_bytes(b"{}")
+        write_signed(executed.with_name("manifest.json"), {"files": {}})
+
+    def full(*content, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("papermill.execute_notebook", ends)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        assert run(code=1).count("/executed.ipynb: No space left on device\n") == 2
     monkeypatch.setattr("papermill.execute_notebook", lambda *_, **__: None)
     assert "error: bad [smoke] the notebook ended without run.finish()" in run("bad", code=1)
 
