@@ -94,6 +94,25 @@ def test_a_run_that_is_published_meanwhile_is_not_said_to_be_the_reports(outputs
     assert (folder / "t1m3.pdf").read_bytes() == b"old" and "report" not in manifest.read(folder / "t1m3")
 
 
+def test_what_a_report_is_made_of_is_its_sources_and_runs_alone(outputs, monkeypatch):
+    """Not what is left in report/ where somebody ran TeX by hand, beside copies of other runs' files."""
+    folder, made = outputs("t1m3"), []
+    sources = folder.parent.parent / "report"
+    for name in ("convergence-numbers.tex", "figures/convergence-fig1_loss.pdf", "tables/old.tex", "t1m3.aux"):
+        (sources / name).parent.mkdir(exist_ok=True)
+        (sources / name).write_text("left")
+
+    def compile_nothing(place: Path, report: str, _: str) -> None:
+        made.extend(path.name for path in place.rglob("*"))
+        (place / f"{report}.pdf").touch()
+
+    monkeypatch.setattr(shutil, "which", str)
+    monkeypatch.setattr(latex, "_compile", compile_nothing)
+    latex.build("smoke")
+    assert {"t1m3.tex", "t1.bib", "numbers.tex", "context.tex"} <= {*made}
+    assert not {"convergence-numbers.tex", "convergence-fig1_loss.pdf", "old.tex", "t1m3.aux"} & {*made}
+
+
 def test_without_tex_or_a_run_says_what_to_do(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(UnavailableError, match="pdflatex and bibtex was not found"):

@@ -26,6 +26,8 @@ _TEX = "Debian's packages texlive-latex-recommended and lmodern, MacTeX or MiKTe
 # With -file-line-error, errors begin with "./t1m1.tex:12: "; errors outside any file begin with "! ".
 _ERROR = re.compile(r"^(?:(?:\./)?[^\s:]+\.\w+:\d+: |! ).+", re.M)
 _UNDEFINED = re.compile(r"^LaTeX Warning: (?:Citation|Reference) .+ undefined.*", re.M)  # would print "??"
+# In report/ since somebody ran TeX there: of which run they are, nobody knows.
+_NOT_SOURCES = shutil.ignore_patterns("*numbers.tex", "figures", "tables", "*.aux")
 
 
 def build(profile: str) -> list[Path]:
@@ -49,7 +51,7 @@ def _build_one(outputs: Path) -> Path:
     contents = {run: manifest.read(run) for run in runs}
     final = outputs.with_name(f"{outputs.name}.pdf")
     with tempfile.TemporaryDirectory(prefix="t1-report-") as temporary:
-        folder = shutil.copytree(paths.root() / "report", Path(temporary), dirs_exist_ok=True)
+        folder = shutil.copytree(paths.root() / "report", Path(temporary), dirs_exist_ok=True, ignore=_NOT_SOURCES)
         for run, before in runs.items():
             made = (run / "numbers.tex", *run.glob("tables/*.tex"), *run.glob("figures/*.pdf"))
             for path in made if contents[run] else ():
