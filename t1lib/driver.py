@@ -175,8 +175,12 @@ def report_command(arguments: argparse.Namespace) -> int:
     finished = [name for name in params.experiments() if manifest.read(folder / name)]
     require(bool(finished), f"no finished run in {paths.shown(folder)}; `python -m t1lib run` makes them")
     for experiment in finished:
-        drawn = _state(experiment, profile).startswith("done")
-        print(f"{experiment} [{profile}]", "is drawn" if drawn else f"redrew {len(redraw(profile, experiment))} files")
+        told = "drawn already"
+        if not _state(experiment, profile).startswith("done"):
+            told = f"redrew {len(redraw(profile, experiment))} files"
+            state = _state(experiment, profile)  # of a run that has to be measured again, whatever is drawn
+            told += f"; its run is {' '.join(state.split())}" * state.startswith("stale")
+        print(f"{experiment} [{profile}] {told}")
     claims.write_page()
     try:
         for path in latex.build(profile) if not arguments.no_pdf else ():

@@ -115,7 +115,7 @@ def test_what_a_report_is_made_of_is_its_sources_and_runs_alone(outputs, monkeyp
 
 def test_without_tex_or_a_run_says_what_to_do(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(UnavailableError, match="pdflatex and bibtex was not found"):
+    with pytest.raises(UnavailableError, match="not found: pdflatex, bibtex"):
         latex.build("h200")
     refused(lambda: latex.build("nobody"), "python -m t1lib run t1m1 t1m3 --profile nobody")
 

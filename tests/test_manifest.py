@@ -179,7 +179,7 @@ def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(
     assert why(folder) is None and "{demo.last}{1.50}{ms}" in (folder / "numbers.tex").read_text()
     assert {**manifest.read(folder), "files": None} == {**before, "files": None}
     monkeypatch.setattr("t1lib.claims.write_page", lambda: None)
-    for told in ("demo [smoke] is drawn", "demo [smoke] redrew"):
+    for told in ("demo [smoke] drawn already", "demo [smoke] redrew"):
         assert told in command("report", "--profile", "smoke", "--no-pdf")
         assert why(folder) is None
         (folder / "figures" / "wall.pdf").unlink()

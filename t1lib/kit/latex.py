@@ -22,7 +22,7 @@ from t1lib.measure.records import Numbers, escape_latex
 REPORTS = ("t1m1", "t1m3")
 BOTH = ("convergence", "frontier")  # experiments that both reports quote if their runs are finished
 
-_TEX = "Debian's packages texlive-latex-recommended and lmodern, MacTeX or MiKTeX"
+_TEX = "on Debian texlive-latex-recommended and lmodern, else MacTeX or MiKTeX"
 # With -file-line-error, errors begin with "./t1m1.tex:12: "; errors outside any file begin with "! ".
 _ERROR = re.compile(r"^(?:(?:\./)?[^\s:]+\.\w+:\d+: |! ).+", re.M)
 _UNDEFINED = re.compile(r"^LaTeX Warning: (?:Citation|Reference) .+ undefined.*", re.M)  # would print "??"
@@ -39,7 +39,7 @@ def build(profile: str) -> list[Path]:
     command = f"python -m t1lib run {' '.join(REPORTS)} --profile {profile}"
     require(bool(finished), f"no finished run to report on in {shown}; make one: {command}")
     if missing := [tool for tool in ("pdflatex", "bibtex") if shutil.which(tool) is None]:
-        told = f"{' and '.join(missing)} was not found, and the PDF files need TeX, such as {_TEX}"
+        told = f"not found: {', '.join(missing)}; the PDF files need TeX: {_TEX}"
         raise UnavailableError(f"{told};\nall else is in {shown} already")
     return [_build_one(folder) for folder in finished]
 

@@ -276,7 +276,7 @@ def test_paths_of_other_bytes_or_that_link_to_themselves_are_one_error(tmp_path,
     odd.mkdir()
     monkeypatch.chdir(odd)
     shutil.copy(TEXT, "a.txt")
-    refused("\\udcff/a.txt' holds characters", tmp_path / "a", "--data", "a.txt")
+    refused("holds characters", tmp_path / "a", "--data", "a.txt")
     assert names(tmp_path) == ["loop", odd.name]
     assert train("a", "--steps", "1") == 0
 
