@@ -105,12 +105,13 @@ def test_killed_while_publishing_leaves_the_old_run_and_the_next_one_replaces_it
     if linked:
         final.symlink_to(final.rename(checkout.root / "elsewhere"))
     checkout.finish(staging)
-    dying = Mock(wraps=os.replace, side_effect=[DEFAULT] * calls + [SystemExit])
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(os, "replace", dying)
-        manifest.publish(staging, final)
-    manifest.recover(final)
-    assert why(final) is None
+    for ends in ([KeyboardInterrupt, *[DEFAULT] * 2], [SystemExit] * 3):  # the second one cannot clean up, either
+        with monkeypatch.context() as patch, pytest.raises(ends[0]):
+            patch.setattr(os, "replace", Mock(wraps=os.replace, side_effect=[DEFAULT] * calls + ends))
+            manifest.publish(staging, final)
+        if SystemExit in ends:
+            manifest.recover(final)
+        assert why(final) is None
     (final / "stale.txt").write_text("of the run before")
     if not staging.exists():
         checkout.finish(staging)
@@ -175,6 +176,7 @@ def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(
     folder = checkout.outputs("demo")
     checkout.finish(folder)
     before = manifest.read(folder)
+    manifest.change(folder, report={"sha256": "of a PDF with the figures of before"})
     assert draw() == MADE
     assert why(folder) is None and "{demo.last}{1.50}{ms}" in (folder / "numbers.tex").read_text()
     assert {**manifest.read(folder), "files": None} == {**before, "files": None}

@@ -195,7 +195,7 @@ def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, A
 
 def replace_drawn(fresh: Path, folder: Path) -> list[str]:
     """Replace a run's figures, tables and numbers by those in `fresh`, in its manifest too; returns their names. Other
-    files keep their hashes, by which a manual edit is noticed."""
+    files keep their hashes, by which a manual edit is noticed. A PDF that was built before is no longer the run's."""
     content = read(folder) or {}
     for part in ("figures", "tables"):
         shutil.rmtree(folder / part, ignore_errors=True)
@@ -204,7 +204,8 @@ def replace_drawn(fresh: Path, folder: Path) -> list[str]:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(fresh / name, folder / name)
     kept = {name: made for name, made in content["files"].items() if not name.startswith(DRAWN)}
-    change(folder, files=dict(sorted((kept | written).items())))
+    content.pop("report", None)
+    write_signed(folder / NAME, content | {"files": dict(sorted((kept | written).items()))})
     return list(written)
 
 
@@ -239,7 +240,9 @@ def publish(staging: Path, final: Path) -> None:
         if final.exists():
             os.replace(final, _aside(final))
         os.replace(staging, final)
-    except OSError as error:
+    except BaseException as error:
         recover(final)
+        if not isinstance(error, OSError):  # such as Ctrl-C
+            raise
         raise T1Error(f"cannot replace {paths.shown(final)} ({error.strerror}); is a file there open?") from None
     remove(_aside(final))

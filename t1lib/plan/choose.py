@@ -16,7 +16,7 @@ import torch
 
 from t1lib.errors import T1Error, choose, require
 from t1lib.files import write_signed
-from t1lib.heads import HEADS, parse_bytes
+from t1lib.heads import DEFAULT_HEAD, HEADS, parse_bytes
 from t1lib.memory import GIB, in_words
 from t1lib.models import MORE, PRESETS, parse_changes, shape_only
 from t1lib.optimizers import OptimizerSpec, masters_for
@@ -173,7 +173,8 @@ def recommended(predictions: Collection[Prediction]) -> Prediction:
         need = f"{in_words(least.reserved)} on the device and {in_words(least.host)} on the host"
         raise T1Error(f"nothing fits; the least is mode {least.mode} with head {least.head}, which needs {need}")
     fastest = min(p.ms for p in fitting)
-    return min((p for p in fitting if p.ms <= ALIKE * fastest), key=lambda p: (MODES.index(p.mode), p.ms))
+    near = [p for p in fitting if p.ms <= ALIKE * fastest]
+    return min(near, key=lambda p: (MODES.index(p.mode), p.ms, p.head != DEFAULT_HEAD))  # heads tie where others bind
 
 
 def plan_command(given: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ import platform
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -22,7 +23,9 @@ class Machine:
 
     name: str = "H200"
     link: float = 50e9  # bytes/s over the link in each direction, with copies in both at once
-    update: float = 24e9  # bytes/s that the host's optimizer updates move while a step runs (measured: 16 to 40)
+    # Bytes/s that the host's optimizer updates move while a step runs: as on slow hosts (measured: 16 to 40), because a
+    # step gains little from updates that are quicker than planned, and waits for those that are slower.
+    update: float = 20e9
     flops: float = 700e12  # operations/s of large matrix products
     memory: float = 1.5e12  # bytes/s of the device's elementwise operations
     launch_ms: float = 1.0  # host time to launch an eager layer's forward
@@ -55,7 +58,8 @@ def this_machine() -> Machine:
 
 def measure_machine(device: torch.device) -> Machine:
     """This machine's rates, measured in a few seconds; on a CPU, "the device" is the CPU as well. Each is by the median
-    over `ROUNDS` rounds, because a burst of other work on the host can double the time of a launch."""
+    over `ROUNDS` rounds; a launch by the least of the rounds' medians, because on a shared host it takes up to twice as
+    long in some of them, and in a step, which goes on launching, hardly ever."""
     cuda = device.type == "cuda"
     dtype, size, numel = (torch.bfloat16, 8192, 2**26) if cuda else (torch.float32, 512, 2**20)
     matrix = torch.randn(size, size, device=device, dtype=dtype)
@@ -68,7 +72,7 @@ def measure_machine(device: torch.device) -> Machine:
         with torch.cuda.stream(lane):  # None: does nothing
             target.copy_(two, non_blocking=True)
 
-    weight = torch.zeros(2**24, requires_grad=True)
+    weight = torch.zeros(2**26 if cuda else 2**24, requires_grad=True)  # with its state, no cache of a host holds it
     weight.grad = torch.zeros_like(weight)
     parts = split(build_model("tiny", dtype=dtype, device=device, num_hidden_layers=1))
     hidden = torch.zeros(1, 16, parts.norm.weight.numel(), dtype=dtype, device=device, requires_grad=True)
@@ -80,18 +84,19 @@ def measure_machine(device: torch.device) -> Machine:
         "memory": (2 * one.nbytes, lambda: one.add_(1)),
         "launch_ms": (1, lambda: parts.layers[0](*given, **named)),
     }
-    seconds = defaultdict(list)
+    seconds = defaultdict(list)  # by rate, those of each round
     for _ in range(ROUNDS):
         for name, (_amount, call) in measures.items():
+            seconds[name].append([])
             for repeat in range(31 if name == "launch_ms" else 4):
                 begun = time.perf_counter()
                 call()
                 if name != "launch_ms":  # that time is the host's
                     synchronize(device)
                 if repeat > 0:
-                    seconds[name].append(time.perf_counter() - begun)
+                    seconds[name][-1].append(time.perf_counter() - begun)
             synchronize(device)
         time.sleep(PAUSE)
-    took = {name: median(times) for name, times in seconds.items()}
+    took = {name: median(chain(*rounds)) for name, rounds in seconds.items()}
     rates = {name: share * measures[name][0] / took[name] for name, share in PRACTICE.items()}
-    return Machine(device_name(), launch_ms=took["launch_ms"] * 1e3, **rates)
+    return Machine(device_name(), launch_ms=min(map(median, seconds["launch_ms"])) * 1e3, **rates)

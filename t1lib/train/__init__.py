@@ -82,7 +82,7 @@ def stream(
     require(isinstance(model, nn.Module), f"model of type {type(model).__name__}; allowed: a torch.nn.Module")
     # An engine gives the model and its layers an `_apply` of their own.
     again = any("_apply" in vars(module) for module in model.modules())
-    require(not again, "the model, or a part of it, is streamed already; call `close()` of its optimizer first")
+    require(not again, "the model, or a part of it, is streamed already; call its optimizer's `close()` first")
     whole = micro_batch is None or is_whole(micro_batch, 1)
     require(whole, f"micro_batch={shown(micro_batch)}; allowed: 1 or more, whole numbers, or None")
     check_optimizer(optimizer, model)

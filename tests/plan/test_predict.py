@@ -28,7 +28,6 @@ from t1lib.plan.work import MODES, in_mode, with_head, work_of
 SETTING = Setting("qwen3-1.7b", rows=16, seq=1024)
 FRONTIER = Path(__file__).resolve().parents[2] / "outputs" / "h200" / "frontier"
 SPLIT = {"master_weights": "split"}
-NARROW = SPLIT | {"moments": "bfloat16"}
 LEAN = Choice(slots=2, inputs="host", outer="host")
 T1M1 = replace(SETTING, micro_batch=16, together=False)
 CLIPPED = replace(T1M1, rows=32, together=True)
@@ -171,20 +170,36 @@ def test_points_of_frontier():
     found, most = [], []
     for (variant, phase), point in measured.iterrows():
         model, mode, head = variant.split("/")
-        narrow = model in asked["narrow"]
-        setting = Setting(
-            model, 1, int(phase.removeprefix("seq/")), optimizer=OptimizerSpec("adamw", **NARROW if narrow else {})
-        )
+        setting = Setting(model, 1, int(phase.removeprefix("seq/")), optimizer=OptimizerSpec("adamw"))
         setting = replace(setting, together=False, changes={"max_position_embeddings": max(asked["lengths"])})
-        choice = replace(LEAN, slots=2 + narrow)
-        p = predict_point(setting, mode, head, H200, choice)
+        p = predict_point(setting, mode, head, H200, LEAN)
         found.append((p.allocated / GIB / point["allocated_gib"], min(p.reserved, vram) / GIB / point["reserved_gib"],
                       p.ms / point["wall_ms"]))  # fmt: skip
-        if mode == "slide" and not narrow:
+        if mode == "slide":
             work = in_mode(work_for(setting), mode, head)
-            reserved = reserved_bytes(work, device_bytes(work, choice), choice, most=True)
+            reserved = reserved_bytes(work, device_bytes(work, LEAN), LEAN, most=True)
             most.append(reserved / GIB / point["reserved_gib"])
     allocated, reserved, time = np.abs(np.array(found) - 1).T
     assert len(found) > 20 and (allocated <= 0.05).mean() >= 0.9 and allocated.max() <= 0.06
     assert (reserved <= 0.10).mean() >= 0.9 and reserved.max() <= 0.21 and (time <= 0.20).mean() >= 0.8
     assert len(most) > 10 and min(most) >= 0.87 and 1 < np.mean(most) < 1.15
+
+
+def test_launches_are_timed_by_the_quickest_round(monkeypatch):
+    """A shared host doubles the time of a launch for a while, here in four rounds of seven."""
+
+    class Clock:
+        now, step, rounds = 0.0, 2.0, 0
+
+        def perf_counter(self):
+            self.now += self.step
+            return self.now
+
+        def sleep(self, _):
+            self.rounds += 1
+            self.step = 1.0 if self.rounds > 3 else 2.0
+
+    monkeypatch.setattr(rates, "time", Clock())
+    found = rates.measure_machine(torch.device("cpu"))
+    assert found.launch_ms == 1000.0
+    assert found.flops == pytest.approx(rates.PRACTICE["flops"] * 512**3)  # 2 · 512³ operations in 2 s: the median
