@@ -16,7 +16,7 @@ from typing import NoReturn
 from t1lib.errors import T1Error, UnavailableError, reason
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
-MODULES = dict.fromkeys(("run", "list", "report"), "t1lib.driver")  # imported for their commands: that takes seconds
+MODULES = dict.fromkeys(("run", "list", "report"), "t1lib.driver")  # imported on demand: it takes seconds
 MODULES |= {"check": "t1lib.claims", "plan": "t1lib.plan.choose", "train": "t1lib.text.run"}
 
 
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_step(parser: argparse.ArgumentParser, seq: int, batch: int) -> None:
-    """What the commands `plan` and `train` are both told; the defaults of --seq and --batch are given."""
+    """Add the options that `plan` and `train` share; `seq` and `batch` are the defaults of --seq and --batch."""
     add = parser.add_argument
     add("--change", nargs=2, action="append", default=[], metavar=("FIELD", "VALUE"), help="change a preset's shape")
     add("--seq", type=int, default=seq, help=f"tokens per row (default: {seq})")
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         why += '\npip install -c constraints.txt -e ".[kit]" in the checkout'
     except KeyboardInterrupt:
         return signals.EXIT_INTERRUPTED
-    except OSError as error:  # of a disk; or the output's, whose reader has closed the pipe
+    except OSError as error:  # from a disk; or whoever reads the output closed the pipe
         if sys.stdout:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):

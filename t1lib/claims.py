@@ -1,6 +1,6 @@
-"""`python -m t1lib check`: does what was measured bear out claims.yaml?
+"""`python -m t1lib check`: do the measurements support the claims in claims.yaml?
 
-claims.yaml is the one place that says what is claimed; the tables of docs/results.md are made of it (`write_page`).
+claims.yaml is the single source of all claims; `write_page` generates the tables of docs/results.md from it.
 """
 
 import argparse
@@ -37,8 +37,8 @@ def _first_number(text: str) -> float:
 
 @dataclass(frozen=True, config={"extra": "forbid"})
 class Claim:
-    """What is claimed of one number: `ours` as it was measured, with its unit, and how far another run's may be from
-    it, `within`: a percentage of ours (`15 %`), a limit (`≤ 0.02`), or `exact`."""
+    """A claim about one number: `ours` is the measured value with its unit; `within` says which values another run may
+    have: at most a percentage away from ours (`15 %`), up to a limit (`≤ 0.02`), or ours alone (`exact`)."""
 
     claim: str
     published: str
@@ -47,7 +47,7 @@ class Claim:
     key: Annotated[str, Field(pattern=r"^\w+\.[\w.-]+$")]
 
     def holds(self, value: Any) -> bool:
-        """Whether a run that measured this value bears the claim out (no number: it does not)."""
+        """Whether `value`, as measured by a run, supports the claim; False if it is not a number."""
         if not isinstance(value, int | float):
             return False
         ours, bound = _first_number(self.ours), _first_number(self.within)
@@ -55,7 +55,7 @@ class Claim:
 
 
 def read_claims() -> dict[str, list[Claim]]:
-    """The claims by experiment, as in claims.yaml. Raises `T1Error` if it holds none, or cannot be read as such."""
+    """Experiment → claims, from claims.yaml. Raises `T1Error` if it holds none, or anything but valid claims."""
     try:
         claims = TypeAdapter(dict[str, list[Claim]]).validate_python(params.read_yaml(paths.root() / FILE))
     except ValidationError as error:
@@ -85,15 +85,15 @@ def write_page() -> None:
 
 
 def doubts(folder: Path, experiment: str) -> str | None:
-    """Why the numbers in a run's folder are no answer to its claims; None if the manifest is this experiment's, the
-    parameters are the profile's, files are as the manifest lists them, and samples give the same numbers again."""
+    """Why the numbers in a run's folder cannot be trusted to decide its claims. None if they can: the manifest is this
+    experiment's, with the profile's parameters, all files are as it lists them, and samples.csv gives these numbers."""
     if why := manifest.damage(folder):
         return why
     content = manifest.read(folder)
     of = content.get("experiment"), content.get("profile")
     if of != (experiment, PROFILE) or not {"samples.csv", NUMBERS} <= content["files"].keys():
         return f"{manifest.NAME} is not that of a finished run of {experiment} with profile {PROFILE}"
-    from t1lib.kit.run import run_cells  # draws, which the other commands need not load
+    from t1lib.kit.run import run_cells  # loads plotting libraries, so not at the top
 
     try:
         manifest.require_finished(folder, params.resolve(experiment, PROFILE))
@@ -108,14 +108,14 @@ def doubts(folder: Path, experiment: str) -> str | None:
 
 
 def _alike(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> bool:
-    """Whether two numbers, if there, are the same; a fit's last digits depend on where its arrays lie in memory."""
+    """Whether two entries (None: missing) agree, but for a fit's last digits: they depend on where its arrays lie."""
     values = [entry and entry["value"] for entry in (a, b)]
     near = all(isinstance(value, float) for value in values) and math.isclose(*values, rel_tol=1e-12)
     return a == b or (near and {**a, "value": b["value"]} == b)
 
 
 def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
-    """Print what one experiment's run says of its claims; returns their verdicts, and FAIL for a run in doubt."""
+    """Print and return the verdicts on an experiment's claims. If `doubts` has any, all fail (no claims: one FAIL)."""
     folder = paths.outputs(PROFILE, experiment)
     if not (folder / manifest.NAME).is_file():
         print(f"{experiment}: {NOT_RUN}; python -m t1lib run {experiment} --profile {PROFILE}")

@@ -27,8 +27,8 @@ from t1lib.signals import EXIT_INTERRUPTED
 
 
 def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> tuple[str, dict[str, params.Values]]:
-    """The profile, and the parameters of the experiments `names` ("all", or nothing, for every one). An override goes
-    to those that declare it. Raises `T1Error` as `params.resolve`, and for an output folder that cannot be made."""
+    """The profile's name, and the parameters of each experiment in `names` (of all, if it is empty or has "all"), with
+    overrides where declared. Raises `T1Error` as `params.resolve`, and for an output folder that cannot be made."""
     known = params.experiments()
     require(bool(known), "no experiments: notebooks/ holds no notebook with parameters")
     chosen = known if not names or "all" in names else [choose("experiment", name, known) for name in names]
@@ -110,13 +110,13 @@ def _execute(experiment: str, parameters: params.Values, staging: Path) -> None:
     options |= dict(coalesce_streams=True)  # saves a notebook's progress bar as a single line of output
     # Else ipykernel warns about TCP without encryption at every start, and of the interrupt that ends it.
     options |= dict(extra_arguments=["--IPKernelApp.log_level=CRITICAL"])
-    # The kernel inherits its folders, and that this Python's kernels come before the user's own.
+    # The environment of the kernel: its folders, and that Jupyter prefers this Python's kernels to the user's own.
     given = {"T1_ROOT": str(paths.root()), "T1_STAGING": str(staging), "JUPYTER_PREFER_ENV_PATH": "1"}
     with patch.dict(os.environ, given):
         try:
             papermill.execute_notebook(paths.notebook(experiment), executed, parameters, **options)
         except KeyboardInterrupt:
-            # Nobody awaits the task of the interrupted cell any more; it may notice that its kernel has ended.
+            # Nothing awaits the interrupted cell's task any more; asyncio would log its failure when the kernel ends.
             logging.getLogger("asyncio").setLevel(logging.CRITICAL)
             for process in psutil.Process().children(recursive=True):  # a kernel hears no Ctrl-C at the terminal
                 with contextlib.suppress(psutil.Error):
@@ -130,7 +130,7 @@ def _execute(experiment: str, parameters: params.Values, staging: Path) -> None:
             why = f"{where}{name}: {''.join(told.strip().splitlines()[:1])[:300]}"
             raise T1Error(f"{why}\n       its notebook as far as it came: {paths.shown(executed)}") from None
     require(manifest.read(staging) is not None, "the notebook ended without run.finish()")
-    # Absolute paths, of the checkout or where packages are, name a user's or a machine's folders: they become relative.
+    # Absolute paths, of the checkout or of packages, would reveal a user's or a machine's folders: make them relative.
     text = executed.read_text(encoding="utf-8")
     folders = {folder for folder in map(Path, [paths.root(), *sys.path]) if folder.is_absolute() and folder.name}
     for folder in sorted(map(str, folders), key=len, reverse=True):
@@ -144,7 +144,7 @@ def _measured(content: Mapping[str, Any]) -> str:
 
 
 def _state(experiment: str, profile: str) -> str:
-    """Whether it is done, stale (and why) or missing, for an experiment under a profile; when and where it was run."""
+    """Whether an experiment's outputs are done, stale (and why) or missing; when and where they were measured."""
     if not paths.params_file(profile, experiment).is_file():
         return "no parameters"
     folder = paths.outputs(profile, experiment)
@@ -178,7 +178,7 @@ def report_command(arguments: argparse.Namespace) -> int:
         told = "drawn already"
         if not _state(experiment, profile).startswith("done"):
             told = f"redrew {len(redraw(profile, experiment))} files"
-            state = _state(experiment, profile)  # of a run that has to be measured again, whatever is drawn
+            state = _state(experiment, profile)  # stale now only if it has to be measured again
             told += f"; its run is {' '.join(state.split())}" * state.startswith("stale")
         print(f"{experiment} [{profile}] {told}")
     claims.write_page()

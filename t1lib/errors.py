@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from textwrap import shorten
 from typing import Any
 
-LISTED = 262  # characters of what an error names: a value, and what is allowed in its place
+LISTED = 262  # characters for all that varies in the message of `choose`
 
 
 class T1Error(ValueError):
@@ -38,7 +38,7 @@ def shown(value: Any) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Why a library refused, for an error of ours: the first line of its message, cut to 140 characters."""
+    """A library's reason, to quote in an error of ours: its message's first line, cut to 140 characters."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0] if len(lines[0]) <= 140 else f"{lines[0][:137]}..."
 
@@ -50,11 +50,11 @@ def require(condition: bool, message: str) -> None:
 
 
 def is_whole(value: Any, least: int, most: int | None = None) -> bool:
-    """Whether `value` is an integer from `least` to `most`; a bool is none."""
+    """Whether `value` is an integer from `least` to `most`; a bool does not count."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     return whole and value >= least and (most is None or value <= most)
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is an int or a float other than NaN; a bool is none."""
+    """Whether `value` is an int or a float other than NaN; a bool does not count."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value

@@ -55,13 +55,13 @@ def write_signed(path: Path, content: dict[str, Any], writers: str = "") -> None
 
 def signed(content: dict[str, Any]) -> bytes:
     """`content` as JSON, with its SHA-256 as one more field."""
-    content = json.loads(json.dumps(content))  # as it will be read
+    content = json.loads(json.dumps(content))  # normalised, as reading will return it
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return (json.dumps(content | {"sha256": digest}, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def read_signed(path: Path) -> dict[str, Any]:
-    """What `signed` was given. Raises `T1Error` for a file that cannot be read, or is not, to the byte, as written."""
+    """The content that `write_signed` wrote. Raises `T1Error` if the file cannot be read, or any byte has changed."""
     try:
         data = path.read_bytes()
         content = json.loads(data)
@@ -76,7 +76,7 @@ def read_signed(path: Path) -> dict[str, Any]:
 
 
 def sync(folder: Path) -> None:
-    """Bring the names in `folder` to the disk, as `os.fsync` does with a file's content. Windows has no such call."""
+    """Flush the entries of `folder` to disk, as `os.fsync` flushes a file's content; does nothing on Windows."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -94,7 +94,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path, otherwise: str) -> Iterator[None]:
-    """Hold the lock file `path` until the block or process ends. Raises `T1Error(otherwise)` if another one does."""
+    """Hold the lock file `path` until the block or process ends. Raises `T1Error(otherwise)` if it is held already."""
     lock = FileLock(path, timeout=0)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,8 +109,8 @@ def locked(path: Path, otherwise: str) -> Iterator[None]:
 
 @contextmanager
 def held(folder: Path, kept: str, otherwise: str) -> Iterator[None]:
-    """Hold `folder`, made if it is missing, by its lock file `.lock`; raises as `locked`. What this creates is removed
-    in the end unless the folder then holds the file `kept`."""
+    """Hold the lock file `.lock` in `folder`, which is created if missing; raises as `locked`. On exit, whatever this
+    created is removed again, unless the folder then contains the file `kept`."""
     made = [path for path in (folder / ".lock", folder, *folder.parents) if not path.exists()]
     with locked(folder / ".lock", otherwise):
         try:

@@ -33,9 +33,9 @@ class _Plain(ast.NodeTransformer):
         return ast.Call(ast.Name("format"), [self.visit(node.value), ast.Constant(node.conversion), *spec], [])
 
 
-@cache  # a notebook whose first cells run again asks for all modules again: a second
+@cache  # saves a second whenever a notebook's first cells run again
 def meaning(text: str) -> str:
-    """The SHA-256 of what Python code means, in any version of Python; of the text itself if it is none."""
+    """The SHA-256 of code's meaning, the same in any Python version; of the text itself if it is not Python."""
     with suppress(SyntaxError, ValueError):
         text = ast.unparse(_Plain().visit(ast.parse(text)))  # a dump of the tree would name each version's own fields
     return hashlib.sha256(text.encode()).hexdigest()
@@ -57,8 +57,8 @@ def everything() -> dict[str, str]:
 
 
 def loaded() -> list[str]:
-    """The modules of the kit that this process has loaded, and those that they import, anywhere in them: processes that
-    it started have loaded them. All of the kit's where one of them cannot be read, as it is being edited."""
+    """The kit's modules that this process has loaded and, at any depth, those that they import, even inside functions:
+    processes that it started may have loaded those. If one cannot be parsed, as during an edit: all of the kit's."""
     kit, finder = everything().keys(), ModuleFinder([str(_ROOT.parent)])
     for name in [name for name in sys.modules if name.partition(".")[0] == _ROOT.name]:
         try:

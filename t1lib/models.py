@@ -97,12 +97,12 @@ def shape_only(name: str, dtype: torch.dtype = torch.float32, /, **changes: obje
 
 @contextmanager
 def _loading(name: str) -> Iterator[None]:
-    """Turn what transformers raises for a model, which is of many kinds, into a `T1Error`."""
+    """Turn any exception of transformers, which raises many kinds, into a `T1Error`."""
     try:
         yield
     except Exception as error:
         if name in PRESETS:
-            last = ValueError(str(error).strip().splitlines()[-1])  # the others say where it was found
+            last = ValueError(str(error).strip().splitlines()[-1])  # the lines before it only say where
             raise T1Error(f"{name} cannot be changed so: {reason(last)}") from error
         presets = f"presets that need no files: {', '.join(PRESETS)}"
         raise T1Error(f"cannot load {shown(name)}: {reason(error)[:85]}\n{presets}") from error
@@ -129,13 +129,13 @@ def _config_of(name: str, changes: dict[str, object]) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
     quantised = getattr(config, "quantization_config", None) is not None
     require(not quantised, f"{shown(name)} is quantised (quantization_config): allowed are weights of 16 or 32 bits")
-    config._attn_implementation = "eager" if config._attn_implementation == "eager" else None  # None: transformers'
+    config._attn_implementation = "eager" if config._attn_implementation == "eager" else None  # None: default
     config._experts_implementation = None
     return config
 
 
 def _from_files(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with a checkpoint's weights. Raises `T1Error` unless they are those that the configuration means."""
+    """The model with a checkpoint's weights. Raises `T1Error` if any is missing, misshapen or of an extra layer."""
     with _loading(name):
         model, found = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=dtype, trust_remote_code=False, local_files_only=os.path.isdir(name),
@@ -166,7 +166,7 @@ def _check(fields: dict[str, Any]) -> None:
 
 
 def _random_model(model: PreTrainedModel, device: torch.device, seed: int) -> PreTrainedModel:
-    """A model of shapes alone with random weights, in training mode."""
+    """Fill `model`, which has only shapes so far, with random weights on `device`; return it in training mode."""
     draw_on = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     tied = model.get_output_embeddings() if model.config.tie_word_embeddings else None
     with torch.random.fork_rng(devices=[draw_on] if draw_on.type == "cuda" else []), torch.no_grad():
@@ -199,7 +199,7 @@ def split(model: PreTrainedModel) -> Parts:
     allowed = "a decoder of transformers, such as `build_model` gives"
     require(isinstance(model, PreTrainedModel), f"model of type {type(model).__name__}; allowed: {allowed}")
     base, embed, head = model.base_model, model.get_input_embeddings(), model.get_output_embeddings()
-    head = getattr(head, "layer", head)  # in a call of a model with `patch_head`, its stand-in
+    head = getattr(head, "layer", head)  # during a call, `patch_head` wraps the real layer
     layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
     kind = model.config.model_type
     require(
@@ -210,8 +210,8 @@ def split(model: PreTrainedModel) -> Parts:
 
 
 def require_plain_loss(model: PreTrainedModel) -> None:
-    """Raise `T1Error` if by its configuration the model's loss is more than the cross-entropy of what its output layer
-    returns, softcapped or not."""
+    """Raise `T1Error` if the configuration makes the loss more than the cross-entropy of the output layer's logits; a
+    softcap is allowed."""
     config = model.config
     plain = {"logit_scale": 1, "logits_scaling": 1, "logits_mup_width_multiplier": 1}
     plain |= {"unpadded_vocab_size": config.vocab_size, "output_router_logits": False}
@@ -228,7 +228,7 @@ def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[tuple[Any, ...], di
 
     def note(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         seen.append((given, named))
-        raise StopIteration  # of this forward
+        raise StopIteration  # ends the forward here
 
     with parts.layers[0].register_forward_pre_hook(note, with_kwargs=True), suppress(StopIteration):
         parts.base(inputs_embeds=embedded, use_cache=False)

@@ -35,7 +35,7 @@ class Parameter(NamedTuple):
     help: str  # the comment
 
     def allowed(self) -> Any:
-        """The type, with the bound of the help, as pydantic reads it."""
+        """The type with the bound that `help` states, as an annotation for pydantic."""
         item = SCALARS[self.type.removeprefix("list[").removesuffix("]")]
         bound, choice = _BOUND.search(self.help), _CHOICE.search(self.help)
         if choice:
@@ -66,17 +66,17 @@ def _read_notebook(path: Path) -> Values:
 
 
 def title(experiment: str) -> str:
-    """The title that a notebook's metadata give it, for the kit."""
+    """The notebook's title, from the kit's entry `t1` in its metadata; empty if it has none."""
     return _read_notebook(paths.notebook(experiment)).get("metadata", {}).get("t1", {}).get("title", "")
 
 
 def first_line(text: str) -> str:
-    """By which an error names a cell."""
+    """The start of a cell's first line, by which errors name it."""
     return text.strip().partition("\n")[0][:60]
 
 
 def code_cells(path: Path) -> list[Values]:
-    """The code cells of a notebook file, the source of each as one string. Raises `T1Error` if it is none."""
+    """The code cells of a notebook file, the source of each as one string. Raises `T1Error` if it is not one."""
     try:
         cells = [cell for cell in _read_notebook(path).get("cells", []) if cell["cell_type"] == "code"]
         for cell in cells:
@@ -120,7 +120,7 @@ def _parse(text: str, where: str) -> dict[str, Parameter]:
 
 
 def _check(known: Mapping[str, Parameter], values: Values, where: str, profile: str | None = None) -> Values:
-    """`values` as the declared types, for this profile if one is named; errors say `where` a wrong one comes from."""
+    """`values`, validated; if `profile` is given, one named "profile" must equal it. where: their source, for errors"""
     checked = {}
     for name, value in values.items():
         parameter = known[choose(f"parameter in {where}:", name, known)]
@@ -183,14 +183,14 @@ def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None =
 
 
 class Live:
-    """The parameters of a running notebook as attributes: whatever their cells say now, checked. `read_into` receives
-    the name and the value of each that is read.
+    """The parameters of a running notebook as attributes: the current values of its variables, checked. Each one that
+    is read is noted in `read_into`: name → value.
 
-    Whoever names a profile gets its values, except where a variable was set by papermill or by hand: where it is not
-    what the profile `BASE` says, which the committed parameters cells repeat.
+    Setting `profile` loads that profile's values, except for variables that papermill or the user has set. Those of the
+    user are known by a value other than that of profile `BASE`, which the committed parameters cells repeat.
 
     namespace  the notebook's global variables, with IPython's list `In` of what was run
-    allow      called with all of them when one has changed; raises `T1Error` for what must not be run here
+    allow      called with all parameters when one has changed; raises `T1Error` if these must not be run here
     """
 
     def __init__(self, experiment: str, namespace: Values, allow: Callable[[Values], None]) -> None:
@@ -222,7 +222,7 @@ class Live:
         return self._values
 
     def current(self) -> Values:
-        """All parameters, or the variables as they are if one is wrong: the next cell that reads one raises that."""
+        """All parameters; if one is wrong, the unchecked variables: the next cell that reads a parameter raises."""
         try:
             return self.checked()
         except T1Error:

@@ -12,8 +12,8 @@ def _is_root(folder: Path) -> bool:
 
 def root() -> Path:
     """The checkout: `T1_ROOT`, or the first folder that holds notebooks/ and params/, upwards from the working folder
-    or from this file (an editable install). Raises `T1Error` when there is none, and for one with a t1lib/ that is not
-    the one that runs, as in a copy of a checkout that works with the environment of the first."""
+    or from this file (an editable install). Raises `T1Error` if there is none, or if it has a t1lib/ that is not
+    the code that runs, as when a copy of a checkout uses the environment of the original."""
     here, own = Path.cwd(), Path(__file__).resolve().parent
     if named := os.environ.get("T1_ROOT"):
         folder = Path(named).expanduser().resolve()

@@ -9,15 +9,15 @@ from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_INTERRUPTED = 130
-PASSED_ON = 1.0  # seconds in which what started the command, and was sent a signal too, passes it on
+PASSED_ON = 1.0  # seconds within which a parent process may pass on a signal that this one got, too
 AT_ONCE = "interrupted at once; --resume goes on from the last checkpoint, if there is one"
 
 _message = "interrupted while starting; nothing was trained"
 
 
 def watch() -> None:
-    """From now on signals end this process: not by an exception, which a library may swallow. Call it in the main
-    thread, before slow imports."""
+    """From now on these signals end the process directly, not with an exception, which a library might swallow. Call it
+    in the main thread, before slow imports."""
     for number in SIGNALS:
         signal.signal(number, _exit)
 
@@ -29,8 +29,8 @@ def _exit(*_: Any) -> NoReturn:
 
 @contextmanager
 def noted() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether the training within this context is asked to stop. A second signal ends it at
-    once: with `KeyboardInterrupt`, if this process does not `watch`. Enter it in the main thread."""
+    """Yield a function that says whether a signal has asked the training in this context to stop. A second signal ends
+    the process at once or, without `watch`, raises `KeyboardInterrupt`. Enter it in the main thread."""
     global _message
     asked: list[float] = []  # when signals came
     end = _exit if signal.getsignal(signal.SIGINT) is _exit else signal.default_int_handler

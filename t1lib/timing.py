@@ -1,6 +1,6 @@
 """Timers of a step and its phases, and spans of work on parallel lanes, such as layers' calls.
 
-A mark is an event on a CUDA stream, for which nothing waits until the step is over; on a CPU, a clock reading.
+A mark is an event on a CUDA stream, not waited for until the step is over; on a CPU, it is a clock reading.
 """
 
 import time
@@ -38,8 +38,8 @@ def between_ms(start: Mark, end: Mark) -> float:
 
 
 class PhaseTimer:
-    """Wall time of a step and of its consecutive phases, each ending with a `mark` that names it and never waits.
-    `stop` waits once, for the work queued on the current stream; slide's copies for the next step are on others."""
+    """Times a step and its consecutive phases: `mark` ends and names a phase, without waiting. `stop` waits once, for
+    the work queued on the current stream, not for slide's copies for the next step, which are on other streams."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
@@ -120,7 +120,7 @@ class NoTrace:
 
 
 def wrap_layers(layers: Sequence[nn.Module], trace: Callable[[], Trace | NoTrace], recompute: bool) -> None:
-    """Have the layers' calls traced, and recomputed in the backward."""
+    """Record the layers' calls in the trace that `trace()` returns then; with `recompute`, checkpoint the layers."""
     for index, layer in enumerate(layers):
         layer.forward = partial(_traced, index, layer.forward, trace)
         if recompute:

@@ -1,4 +1,4 @@
-"""Which cell of a notebook made what, so that a cell that is run again makes what used it out of date.
+"""Tracks which notebook cell made what, so that running a cell again makes all that used its results out of date.
 
 A cell depends on the parameters that it read, by their values, and on the cells that made the variables it uses.
 Variables that a cell changes in place, without assigning them, are not followed.
@@ -20,8 +20,8 @@ from t1lib.params import first_line
 
 _MISSING = object()
 _LOADS = ("LOAD_NAME", "LOAD_GLOBAL")
-_PLAIN = (int, float, complex, str, bytes, type(None))  # hold nothing
-_WRAPPERS = {partial: "func", cached_property: "func", property: "fget"}  # what they call
+_PLAIN = (int, float, complex, str, bytes, type(None))  # hold no other objects
+_WRAPPERS = {partial: "func", cached_property: "func", property: "fget"}  # type: attribute that holds what it calls
 _WRAPPERS |= dict.fromkeys((MethodType, staticmethod, classmethod), "__func__")
 
 
@@ -29,10 +29,10 @@ _WRAPPERS |= dict.fromkeys((MethodType, staticmethod, classmethod), "__func__")
 class Cell:
     """One execution of a cell.
 
-    measured  it has recorded something, now or when it ran before; `drew` likewise
-    title     as an error names it: by the number beside it, as several may begin with the same line
-    reads     variable → maker, version; `made`: variable → version; records count as a variable
-    rows      that it recorded; `drawn`: names of its figures, tables and numbers
+    measured  whether the cell has recorded anything, now or in an earlier execution; `drew`: likewise, drawn
+    title     how errors name it: with the number of the execution, as several cells may begin with the same line
+    reads     variable → (cell that made it, version); `made`: variable → version; a cell's records are one variable
+    rows      recorded in this execution; `drawn`: names of the figures, tables and numbers that it made
     """
 
     run: int
@@ -49,7 +49,7 @@ class Cell:
 
 
 class Cells:
-    """The cells that a kernel has run, by an identity that the frontend gives (their id, else their source).
+    """The cells that a kernel has run. Their keys: the ids that the frontend gives, else their source.
 
     namespace   the notebook's global variables
     parameters  returns the parameters' current values
@@ -58,7 +58,7 @@ class Cells:
     def __init__(self, namespace: dict[str, Any], parameters: Callable[[], Mapping[str, Any]]) -> None:
         self.namespace, self.parameters = namespace, parameters
         self.known: dict[str, Cell] = {}
-        self.finished: set[str] = set()  # whose last execution reached its end
+        self.finished: set[str] = set()  # cells whose last execution reached its end
         self._makers: dict[str, str] = {}
         self._runs = 0
 
@@ -69,9 +69,9 @@ class Cells:
         self.running = self.known[key] = Cell(self._runs, self._earlier.measured, self._earlier.drew)
 
     def end(self, key: str, source: str, done: bool, number: int) -> None:
-        """It has ended. `key` may differ from that of `begin` for the cell that created this object.
+        """The running cell has ended. `key` may differ from that of `begin` for the cell that created this object.
 
-        number  of this execution, as frontends show it
+        number  the execution's number, as frontends show it
         done    it reached its end; if not, what it recorded is removed
         """
         if key != self.key:
@@ -101,23 +101,23 @@ class Cells:
             self._makers[name] = key
         if cell.measured:
             cell.made[cell.records] = cell.run
-        # An edited cell is a new one where a frontend gives no ids, as are copies of a cell and parts of a split one
-        # anywhere: the old one holds samples of the same kinds.
+        # An edited cell has a new key if the frontend gives no ids; a copied or split cell always has. The cell that it
+        # replaces is known by samples of the same kinds.
         mine = _kinds(cell.rows)
         for other in [key for key, c in self.known.items() if c is not cell and mine & _kinds(c.rows)]:
             print(f"this cell replaces all that `{self.known.pop(other).title}` recorded and drew: some is of one kind")
 
     def read_records(self, below: Collection[str]) -> None:
-        """The running cell sees what the others have recorded, those `below` it aside."""
+        """Note that the running cell reads the records of all other cells, except those `below` it."""
         others = {key: cell for key, cell in self.known.items() if cell.measured and key not in (self.key, *below)}
         self.running.reads |= {cell.records: (key, cell.run) for key, cell in others.items()}
 
     def rows(self, below: Collection[str] = ()) -> list[list[Row]]:
-        """What the cells have recorded that holds, those `below` aside."""
+        """The records that are up to date, as one list per cell, except of cells `below`."""
         return [cell.rows for key, cell in self.known.items() if key not in below and self._cause(key, {}) is None]
 
     def draw(self, name: str) -> None:
-        """The running cell makes the figure, table or number of this name, and no other cell does."""
+        """Note that the figure, table or number of this name is now made by the running cell, and by no other."""
         for cell in self.known.values():
             cell.drawn.discard(name)
         self.running.drawn.add(name)
@@ -127,18 +127,18 @@ class Cells:
         return set().union(*(cell.drawn for cell in self.known.values()))
 
     def out_of_date(self) -> Iterator[tuple[Cell, str]]:
-        """The cells that have recorded or drawn something, and are not as if the notebook had run from top to bottom;
-        and why: the first cell that has to be run again is named."""
+        """The cells whose records or drawings may differ from those of a run from top to bottom, each with the
+        reason, which names the first cell to run again."""
         for key, cell in self.known.items():
             if (cell.measured or cell.drew) and (cause := self._cause(key, {})):
                 first, why = cause
                 yield cell, why if first == key else f"run `{self.known[first].title}` first: {why}"
 
     def _cause(self, key: str, found: dict[str, tuple[str, str] | None]) -> tuple[str, str] | None:
-        """The first cell to run again before what a cell made or showed holds, and why. `found`: known already."""
+        """Key of the first cell to run again so that results of cell `key` are valid, and why. `found`: a cache."""
         if key in found:
             return found[key]
-        found[key] = None  # ends a circle
+        found[key] = None  # ends the recursion if cells depend on each other
         cell, known, given = self.known[key], self.known, self.parameters()
         if cell.fault:
             found[key] = key, cell.fault
@@ -158,8 +158,8 @@ def _kinds(rows: list[Row]) -> set[tuple[Any, ...]]:
 
 
 def names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
-    """Global variables of others that a cell, or a function that it calls, reads, and those that it assigns. A function
-    counts where its name is read, not where it is defined: what it uses may be made in between."""
+    """The global variables of other cells that a cell reads, itself or in functions that it uses, and those that it
+    assigns. A function's reads count where the function is used: where it is defined, they may not exist yet."""
     try:
         code = compile(source, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except (SyntaxError, ValueError):  # the cell failed, or is one of another language
@@ -171,14 +171,14 @@ def names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
         elif step.opname == "STORE_NAME":
             stored.add(step.argval)
     read = list(_loaded(code, at_once=True))
-    for name in read:  # to which are added what its functions read
+    for name in read:  # grows in this loop, by what functions read
         for function in _functions(namespace.get(name), namespace):
             read += _loaded(function.__code__, at_once=False) - set(read)
     return direct | (set(read) - stored), stored
 
 
 def _loaded(code: CodeType, at_once: bool) -> set[str]:
-    """Global variables that code reads, and the code within it; `at_once`: except functions, which run when called."""
+    """Global variables that code reads, nested code included; `at_once`: without functions, which run when called."""
     found = {step.argval for step in dis.get_instructions(code) if step.opname in _LOADS}
     for inner in (constant for constant in code.co_consts if isinstance(constant, CodeType)):
         runs_now = inner.co_name.startswith("<") or not inner.co_flags & CO_OPTIMIZED  # comprehensions, classes
@@ -187,9 +187,9 @@ def _loaded(code: CodeType, at_once: bool) -> set[str]:
 
 
 def _functions(value: Any, namespace: dict[str, Any]) -> Iterator[FunctionType]:
-    """The notebook's functions that may run where a value is used: itself, and those within it, however deep."""
+    """The notebook's functions that may run when `value` is used: itself, and those that it holds at any depth."""
     found, seen = [value], {id(namespace)}
-    for each in found:  # to which is added what it holds
+    for each in found:  # grows in this loop, by what each of them holds
         if id(each) not in seen:
             seen.add(id(each))
             found += (held for held in _held(each, namespace) if not isinstance(held, _PLAIN))
@@ -206,7 +206,7 @@ def _held(value: Any, namespace: dict[str, Any]) -> Iterator[Any]:
     elif isinstance(value, FunctionType):
         yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         for cell in value.__closure__ or ():
-            with suppress(ValueError):  # it is empty yet
+            with suppress(ValueError):  # not assigned yet
                 yield cell.cell_contents
     for kind, name in _WRAPPERS.items():
         if isinstance(value, kind):
@@ -220,7 +220,7 @@ def _held(value: Any, namespace: dict[str, Any]) -> Iterator[Any]:
 
 
 def _same(before: Any, now: Any) -> bool:
-    """Whether a variable holds what it held; False where that cannot be told."""
+    """Whether a variable's value is unchanged; False if that cannot be determined."""
     try:
         if isinstance(before, FunctionType) and isinstance(now, FunctionType):
             parts = ((f.__code__, f.__defaults__, f.__kwdefaults__) for f in (before, now))

@@ -45,8 +45,8 @@ def build(profile: str) -> list[Path]:
 
 
 def _build_one(outputs: Path) -> Path:
-    """Build the report on one finished run; the PDF goes next to the run's folder. Names of what it takes from the runs
-    in `BOTH` begin with the experiment's."""
+    """Build the report on one finished run; the PDF goes next to the run's folder. Files from the runs in `BOTH` get
+    the experiment's name as a prefix."""
     runs = {outputs.with_name(name): f"{name}-" for name in BOTH} | {outputs: ""}
     contents = {run: manifest.read(run) for run in runs}
     final = outputs.with_name(f"{outputs.name}.pdf")

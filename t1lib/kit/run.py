@@ -42,20 +42,20 @@ class Run:
     until all cells that are out of date have been run again. With the parameter `measure` false the records are those
     of the finished run, whatever GPU is here.
 
-    Attributes: `params` (their values as the parameters cells now stand), `records`, `outdir` (where the notebook's own
-    files belong), `device` (the records' own: CUDA if there is a GPU, else the CPU).
+    Attributes: `params` (current values of the parameters), `records`, `outdir` (for files that the notebook itself
+    writes), `device` (CUDA if there is a GPU, else the CPU; with `measure` false, that of the finished run).
     """
 
     saves_figures = True
 
     def __init__(self, experiment: str, namespace: dict[str, Any], folder: Path | None = None) -> None:
-        """folder: receives the files if somebody else publishes them"""
+        """folder: receives the files, for the caller to publish; None: a temporary one, which `finish` publishes"""
         self.experiment, self._cells = experiment, Cells(namespace, lambda: self.params.current())
         self.records = Records(self._cells.rows)
         self._driven, self._measures = folder is not None, None
         self.params = params.Live(experiment, namespace, self._require_allowed)
         final = paths.outputs(self.params.checked()["profile"], experiment)
-        # Taken at the start: an edit made during the run must make the run stale, and a commit is not the run's.
+        # Taken at the start: an edit during the run must make it stale, and a commit made meanwhile is not what ran.
         self._about = manifest.git_state() | {"experiment": experiment}
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
         self._numbers, self._saved = Numbers(), []
@@ -96,7 +96,7 @@ class Run:
         """
         plt.style.use(["default", STYLE])  # a matplotlibrc, such as of dark backgrounds, is not for published figures
         run, driven = namespace.get(_RUN), os.environ.get("T1_STAGING")
-        # In a copy that names its original still, what is measured or drawn would get into the original's folder.
+        # A copied notebook whose `Run.start` still names the original would write into the original's folder.
         named = run.experiment if isinstance(run, cls) else Path(driven).stem[1:] if driven else experiment
         told = f"Run.start names {experiment!r} in a run of {named!r}; name that, or restart the kernel"
         require(experiment == named, told)
@@ -126,7 +126,7 @@ class Run:
 
     def _require_whole(self) -> None:
         """Raise `T1Error` unless all cells of the saved notebook, from that of `start` to the running one, have run to
-        their end: what is published replaces a whole run. Only a frontend that gives cells the file's ids tells."""
+        their end: what is published replaces a whole run. Checks only if the frontend gives the file's cell ids."""
         cells, at = self._saved_cells()
         first = next((at for at, cell in enumerate(cells) if "Run.start(" in cell["source"]), 0)
         missing = [cell for cell in cells[first + 1 : at or 0] if cell["id"] not in self._cells.finished]
@@ -136,8 +136,8 @@ class Run:
             raise T1Error(f"{told}; run them, or save it without them")
 
     def _saved_cells(self) -> tuple[list[dict[str, Any]], int | None]:
-        """The saved notebook's cells of code, as they were while somebody's edit cannot be read, and which one is
-        running: None if the frontend does not tell."""
+        """The saved notebook's code cells (as last read, if the file cannot be read now), and the index of the running
+        one: None if the frontend gives no ids."""
         with suppress(T1Error):
             cells = params.code_cells(paths.notebook(self.experiment))
             self._saved = [cell for cell in cells if cell["source"].strip()]
@@ -146,8 +146,8 @@ class Run:
 
     def frame(self) -> pd.DataFrame:
         """The records that are up to date, one row each; prints which are left out. Also saves them to disk, so that a
-        cell that fails later loses nothing. Where the frontend tells cells apart, those below the running one are left
-        out, as they are when a notebook runs from top to bottom."""
+        cell that fails later loses nothing. If the frontend gives cell ids, records of cells below the running one are
+        left out, as in a run from top to bottom."""
         cells, at = self._saved_cells()
         below = () if at is None else {cell["id"] for cell in cells[at + 1 :]}
         self._cells.read_records(below)
@@ -180,19 +180,19 @@ class Run:
         return made
 
     def number(self, key: str, value: Any, unit: str = "", fmt: str | None = None) -> None:
-        """Record a number that texts quote by its key, such as `t1m1.own.slide.wall_ms`; `fmt` is that of `format`."""
+        """Record a number that texts quote by its key, such as `t1m1.own.slide.wall_ms`; `fmt` as `format` takes it."""
         self._numbers.set(key, value, unit, fmt)
         self._cells.draw(key)
 
     def finish(self) -> None:
-        """Save records and numbers. Unless the command `run` drives the notebook, also publish the folder (`run` would
-        redo it, as it lacks executed.ipynb); with `measure` false, the new figures, tables and numbers of the finished
-        run. Raises `T1Error` if a cell has to be run first, for the first time or again."""
+        """Save records and numbers. Unless the command `run` drives the notebook, also publish: the whole folder (which
+        `run` does not count as up to date, as it lacks executed.ipynb) or, with `measure` false, the finished run's new
+        figures, tables and numbers. Raises `T1Error` if a cell has yet to run, or to run again."""
         late = [f"`{cell.title}`: {why}" for cell, why in self._cells.out_of_date()]
         named = shorten("; ".join(late), _NAMED, placeholder="…")
         require(not late, f"cells to run again before this one: {len(late)}. {named}")
         self._require_whole()
-        # A cell that has run again has made its figures, tables and numbers again, or makes them no longer.
+        # Drop figures, tables and numbers of earlier executions that no cell makes any more.
         drawn = self._cells.drawn()
         for path in [*self.outdir.glob("figures/*.*"), *self.outdir.glob("tables/*.*")]:
             if f"{path.parent.name}/{path.stem}" not in drawn:

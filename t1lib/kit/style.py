@@ -15,7 +15,7 @@ from t1lib import paths
 from t1lib.measure.records import escape_latex, format_number, median, pick
 
 MISSING = "–"
-EM = 0.54  # width of a character
+EM = 0.54  # width of a character, in em
 WIDTH = 6.3  # inches: the text width of the reports; figures are included at their own size
 
 _COLOURS = sns.color_palette("colorblind")
@@ -125,7 +125,7 @@ def draw_grouped(
 
 
 def draw_phases(axes: Axes, frame: pd.DataFrame, setting: str, names: list[str]) -> None:
-    """One stacked bar per variant, the first on top: its median step, divided as the medians of its phases are."""
+    """One stacked bar per variant, the first on top: its median step, split in proportion to its phases' medians."""
     metrics = {phase: phase.replace(" ", "_") + "_ms" for phase in PHASE_COLOURS}
     parts = pd.DataFrame({p: {n: median(frame, m, setting, n) for n in names} for p, m in metrics.items()}).fillna(0.0)
     wall = pd.Series({name: median(frame, "wall_ms", setting, name) for name in names}, dtype=float)
@@ -195,7 +195,7 @@ def to_latex(frame: pd.DataFrame, text_columns: int = 1) -> str:
 
 
 def _column(name: str, cells: pd.Series, text: bool, most: int) -> str:
-    """LaTeX for a column as wide as its longest cell (of text, at `most` so many characters) or word of its header."""
+    """LaTeX for a column as wide as its longest cell (text: `most` characters, then it wraps) or header word."""
     longest = int(cells.str.len().max()) if len(cells) else 0
     width = max(min(longest, most) if text else longest, *map(len, name.split()), 1)
     ragged, kind = ("raggedright", "p") if text else ("raggedleft", "b")
@@ -216,7 +216,7 @@ def median_iqr(values: pd.Series) -> str:
 def _tex(text: str) -> str:
     commands = {"±": r"\ensuremath{\pm}", "×": r"\ensuremath{\times}", MISSING: "--"}
     commands |= {"≤": r"\ensuremath{\le}", "≥": r"\ensuremath{\ge}", "−": r"\ensuremath{-}"}
-    guard = "{}" * text.startswith(("[", "*"))  # else LaTeX takes it for a part of the command that ended the last row
+    guard = "{}" * text.startswith(("[", "*"))  # else it becomes an argument of the last row's \\
     return guard + escape_latex(text).translate(str.maketrans(commands))
 
 

@@ -1,5 +1,5 @@
-"""Output layers on one set of operands: errors against a wide reference, times in turns with the products, workspace.
-Notebooks describe what they measure as `Case`s of a `HeadBench`."""
+"""Measures output layers on one set of operands: errors against a wide reference, times in turns with those of the
+three matrix products, and workspace. Notebooks describe what they measure as `Case`s of a `HeadBench`."""
 
 import gc
 import math
@@ -26,19 +26,19 @@ CHUNK_BYTES = 2**30  # most bytes of logits in a chunk of the reference
 PEAKED_STD = 6.0  # of the logits; for a trained model it is 5 to 8
 
 Key = tuple[str, ...]  # variant, phase, and whatever else tells two measurements of them apart
-Runner = Callable[[bool], dict[str, float]]  # measures once, behind the lead-in or, for a warm-up, without: name → ms
+Runner = Callable[[bool], dict[str, float]]  # measures once: name → ms; True: behind the lead-in, False: a warm-up
 
 
 @dataclass(frozen=True)
 class Case:
     """One way to call one method, a head of the kit or one of `PEERS`.
 
-    settings   of the head alone, such as `workspace`, `chunks`, `filter_eps`: they must not change the exact result
-    options    of `linear_cross_entropy` that change the result, the reference's too; the value "tokens" or "vocabulary"
-               stands for random numbers, one for each
+    settings   arguments for the head only, leaving the exact result as it is: `workspace`, `chunks`, `filter_eps`, …
+    options    arguments of `linear_cross_entropy` that change the exact result: the reference gets them, too; a value
+               "tokens" or "vocabulary" stands for a tensor of as many random numbers
     gradients  compute the loss and its gradients; False: the loss alone, without autograd
     frozen     the weight requires no gradient
-    ignored    share of tokens that are ignored, in random places, or (N) bool: which
+    ignored    share of tokens to ignore, at random positions; or a mask of them, (N) bool
     """
 
     method: str
@@ -52,12 +52,12 @@ class Case:
 
 
 class Call(NamedTuple):
-    """A case's phases as functions, to be called in turn, and its operands, made before what is measured."""
+    """A case's phases as functions, to be called in this order, and its operands, made before the measurement."""
 
     phases: dict[str, Callable[[], None]]  # `loss`; or `forward` and `backward`, if it computes gradients
-    losses: list[Tensor]  # to which the first phase appends
+    losses: list[Tensor]  # the first phase appends its loss here
     inputs: list[Tensor]
-    wanted: dict[str, Tensor]  # whose gradients are results, by the results' names
+    wanted: dict[str, Tensor]  # dE, dW → operand whose gradient that is
 
 
 class HeadBench:
@@ -77,11 +77,11 @@ class HeadBench:
         uniform = {name: torch.rand(size, generator=torch.Generator().manual_seed(7)) for name, size in sizes.items()}
         self.drawn = {name: (0.5 + values).to(self.device) for name, values in uniform.items()}
         self._function = cache(loss_function)  # making one again would compile it again
-        self._exact: tuple[Any, dict[str, Tensor]] | None = None  # the last reference, and of what it is one
+        self._exact: tuple[Any, dict[str, Tensor]] | None = None  # the last case's `options` and `ignored`, its result
         self._products: dict[str, Callable[[], Tensor]] = {}
 
     def call(self, case: Case, dtype: torch.dtype | None = None) -> Call:
-        """The call of a case; in `dtype`, if one is given."""
+        """The phases and operands of a case, in `dtype` (default: the bench's own)."""
         dtype = dtype or self.dtype
         e = self.e.detach().to(dtype).requires_grad_(case.gradients)
         w = self.w.detach().to(dtype).requires_grad_(case.gradients and not case.frozen)
@@ -115,7 +115,7 @@ class HeadBench:
         return {"loss": call.losses[0].detach()} | gradients
 
     def reference(self, case: Case) -> dict[str, Tensor]:
-        """The exact result of a case, in the reference's dtype; kept until another's, times or memory are measured."""
+        """The exact result of a case, in the reference's dtype; kept until another one, times or memory are needed."""
         changes = None if isinstance(case.ignored, Tensor) else (case.options, case.ignored)
         if self._exact is None or changes is None or self._exact[0] != changes:
             self._exact = None  # before another takes memory
@@ -131,12 +131,12 @@ class HeadBench:
             free_cached()
 
     def errors(self, case: Case) -> dict[str, float]:
-        """Relative errors against the reference, by "error_" and the result's name."""
+        """Relative errors against the reference: `error_loss` and, if the case has them, `error_dE` and `error_dW`."""
         return differences("error", self.result(case), self.reference(case))
 
     def times(self, case: Case, queued: bool = True) -> dict[str, float]:
-        """Times in ms: of the `loss` alone, without autograd; or of the loss (`forward`), of its gradients
-        (`backward`), of `both`, and of the host, to issue both (`host`)."""
+        """Times in ms. Without gradients: `loss`. With: `forward`, `backward`, `both` (their sum), and `host`, the time
+        that the host takes to issue both. queued: measure behind the lead-in"""
         self.forget()
         times, host = phases_ms(self.call(case).phases, self.device, self.lead if queued else None)
         return times | {"both": sum(times.values()), "host": host} if case.gradients else times
@@ -151,7 +151,7 @@ class HeadBench:
 
     def memory(self, case: Case) -> dict[str, int]:
         """Bytes of a second call: `workspace`, its peak beyond the inputs and the gradients that must exist; `kept`,
-        what stays allocated between forward and backward; `beside`, what the process held beside the inputs before."""
+        what stays allocated between forward and backward; `beside`, what the process held before besides inputs."""
         self.forget()
         self.result(case)
         call = self.call(case)
@@ -174,7 +174,7 @@ class HeadBench:
         return min(tokens, len(self.e))
 
     def attempt(self, variant: str, action: Callable[[], Any]) -> tuple[Any, str, str]:
-        """As the function `attempt`; several processes may have to agree."""
+        """Call the function `attempt`. A subclass for several processes overrides this: they have to agree."""
         return attempt(action, variant in PEERS)
 
     def admit(
@@ -193,11 +193,11 @@ class HeadBench:
     def take_turns(
         self, records: Records, runners: dict[Key, Runner], repeats: int, warmup: int, often: Iterable[Key] = ()
     ) -> None:
-        """Run the measurements of each key in `rounds`, and record their times (`<name>_ms`). One that cannot go on
-        beside the others gets a status and is dropped.
+        """Run the measurements of each key in `rounds`, and record their times (`<name>_ms`). A key that cannot be
+        measured, such as for lack of memory beside the others, gets a status and is dropped.
 
-        warmup  rounds before them, which need no lead-in
-        often   keys that get a further turn in every round
+        warmup  rounds before these, without the lead-in, not recorded
+        often   keys that get further turns in every round, one for each time that they are listed
         """
         running, count = dict(runners), Counter[Key]()
         turns = [(key, False) for keys in rounds(list(runners), warmup) for key in keys]
@@ -216,22 +216,22 @@ class HeadBench:
 
 
 class Workspaces:
-    """Workspaces of one method on one shape after another, in a process that measures nothing else. setting: what a
-    `HeadBench` of any of these shapes is given"""
+    """Measures the workspaces of one method, shape after shape, in a process that does nothing else. setting: the
+    arguments of `HeadBench` that all shapes share"""
 
     def __init__(self, **setting: Any) -> None:
         self.setting, self.before = setting, 0  # on a CPU the profiler sees only what is new
         device, dtype = torch.device(setting["device"]), getattr(torch, setting["dtype"])
         if device.type == "cuda":
             a = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
-            (a @ a).sum().backward()  # a workspace of cuBLAS for this thread, and one for that which runs backwards
+            (a @ a).sum().backward()  # cuBLAS makes a workspace for this thread, and one for autograd's
             del a
             torch.cuda.synchronize(device)
             self.before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
 
     def measure(self, cases: list[Case], **sizes: int) -> list[int | str]:
-        """Bytes of each case, or its status. Whatever the process holds beyond cuBLAS's own workspaces counts, what an
-        earlier call or shape left behind, too."""
+        """Workspace of each case in bytes, or its status. Except cuBLAS's own workspaces, everything counts that the
+        process holds beyond inputs and gradients, even what an earlier call or shape left behind."""
         gc.collect()
         bench = HeadBench(**self.setting, **sizes)
         found = [attempt(partial(bench.memory, case), case.method in PEERS) for case in cases]
@@ -260,8 +260,8 @@ def free_cached() -> None:
 
 
 def differences(prefix: str, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """Relative differences of results, ‖found − wanted‖ / ‖wanted‖ (Frobenius) in float64, 0 if nothing differs; by
-    `prefix`, "_" and their names."""
+    """Relative differences of results, ‖found − wanted‖ / ‖wanted‖ (Frobenius) in float64, 0 if nothing differs.
+    Their keys are `<prefix>_<name>`."""
     relative = {}
     for name, value in found.items():
         above = below = 0.0

@@ -18,7 +18,7 @@ from t1lib.errors import T1Error, UnavailableError, reason
 from t1lib.measure.probes import progress
 from t1lib.measure.records import Records
 
-# By which the host's allocator, CUDA's runtime, Triton and cuBLAS say so, in errors of no type of its own.
+# In messages of the host's allocator, CUDA's runtime, Triton and cuBLAS: their errors have no type of their own.
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
 
 
@@ -37,7 +37,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _outcome(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
-    """What the function returns, and the error that another process is to raise instead."""
+    """(what the function returns, None), or (None, the error that the other process should raise)."""
     try:
         return function(*args, **kwargs), None
     except (T1Error, UnavailableError) as error:
@@ -67,8 +67,8 @@ def _end_with_parent() -> None:
 
 
 class Isolated:
-    """`factory(**settings)`, both picklable, in a process of its own, which ends with the first error; `call` runs its
-    methods there. wait: until the session is built; otherwise `receive` once to do so"""
+    """A session made by `factory(**settings)`, both picklable, in a process of its own, which the first error ends;
+    `call` runs its methods there. wait: for the session to be built; if False, call `receive` once to do so"""
 
     def __init__(self, factory: Callable[..., Any], settings: dict[str, Any], wait: bool = True) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle variants must not spin on cores that others need
@@ -84,7 +84,7 @@ class Isolated:
             self.receive()
 
     def call(self, method: str, **kwargs: Any) -> Any:
-        """What the session's method returns, or raises: `VariantOutOfMemory`, `VariantFailed`, or an error of ours."""
+        """What the session's method returns. Raises `VariantOutOfMemory`, `VariantFailed`, or the kit's own errors."""
         self.send(method, **kwargs)
         return self.receive()
 
@@ -132,7 +132,7 @@ def measure_variants(
     def turns(name: str, settings: dict[str, Any]) -> Iterator[None]:
         state = "ok"
         with closing(Isolated(factory, settings, wait=False)) as worker:
-            yield  # all are built at once: that mostly keeps a single core busy
+            yield  # build all at once: each keeps mostly a single core busy
             try:
                 worker.receive()
                 yield

@@ -1,7 +1,7 @@
 """The machine and software of a run, the manifest of a finished one, and how its folder replaces the previous one.
 
-Only a folder whose manifest.json is as it was written, and lists every file with its hash, counts as finished. It is
-written last, before the folder replaces the final one: a run killed at any moment leaves either the old or the new one.
+Only a folder whose manifest.json is as it was written, and lists every file with its hash, counts as finished. The
+manifest is written last, before the folder replaces the final one: a run killed at any time leaves the old or the new.
 """
 
 import functools
@@ -26,7 +26,7 @@ from t1lib.files import read_signed, remove, write_signed
 from t1lib.memory import GIB
 
 NAME = "manifest.json"
-DRAWN = ("figures/", "tables/", "numbers.")  # files of a run that its samples give again
+DRAWN = ("figures/", "tables/", "numbers.")  # files that can be made again from a run's samples
 
 
 def _output(*command: str) -> str | None:
@@ -106,7 +106,7 @@ def git_state() -> dict[str, str | bool]:
 
 
 def entry(path: Path) -> dict[str, Any] | None:
-    """What a manifest lists of a file; None if there is none."""
+    """A file's entry in a manifest, its sha256 and size in bytes; None if there is no such file."""
     if not path.is_file():
         return None
     data = path.read_bytes()
@@ -125,8 +125,8 @@ def _lasting(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(folder: Path, *, parameters: Mapping[str, Any], seconds: float, **about: Any) -> None:
-    """Write manifest.json for all of `folder`, of a run that has taken so many seconds. about: `experiment`, `profile`,
-    `made_of`, and `git_state()` as the run began"""
+    """Write manifest.json for all of `folder`, the result of a run that took `seconds`. about: `experiment`, `profile`,
+    `made_of`, and `git_state()` from when the run began"""
     content = {**about, "parameters": _lasting(parameters), "environment": environment()}
     started = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds")
     content |= {"started": started, "seconds": round(seconds, 1)}
@@ -169,8 +169,8 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> 
 
 
 def damage(folder: Path, report: bool = True) -> str | None:
-    """Which file of a run is not, to the byte, as the run left it; "missing" without a run, None if all are. report:
-    include the PDF that was built from it, which can be built again without measuring"""
+    """The first file found that has changed since the run, in words; "missing" without a run, None if all are intact.
+    report: check the PDF built from the run, too, which can be built again without measuring"""
     content = read(folder)
     if content is None:
         return f"{NAME} is not as the run left it" if (folder / NAME).exists() else "missing"
@@ -195,7 +195,7 @@ def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, A
 
 def replace_drawn(fresh: Path, folder: Path) -> list[str]:
     """Replace a run's figures, tables and numbers by those in `fresh`, in its manifest too; returns their names. Other
-    files keep their hashes, by which a manual edit is noticed. A PDF that was built before is no longer the run's."""
+    files keep their recorded hashes, so manual edits are still noticed. A PDF built before is no longer the run's."""
     content = read(folder) or {}
     for part in ("figures", "tables"):
         shutil.rmtree(folder / part, ignore_errors=True)
@@ -210,7 +210,7 @@ def replace_drawn(fresh: Path, folder: Path) -> list[str]:
 
 
 def require_replaceable(final: Path) -> None:
-    """Raise `T1Error` if `final` holds what another GPU has measured: only the same kind may measure it again."""
+    """Raise `T1Error` if `final` was measured on another kind of GPU: only the same kind may replace it."""
     content = read(final)
     if content is not None and "gpu" in content["environment"]:
         here = device({"environment": environment()})

@@ -1,6 +1,6 @@
 """What the notebook `parallel` measures in several processes on this host, with one GPU each, or on the CPU: an output
 layer whose weight is sharded over them, and a training step with rows of its own on each. Where there are fewer GPUs
-than ranks, they share them: that shows that results are right, not how fast they come. Times are the slowest rank's,
+than ranks, ranks share them: that shows that results are right, not how fast they come. Times are the slowest rank's,
 errors and memory the largest of any rank. No process outlives `measure_ranks`: a rank that fails or ends early ends all
 of them, and so does the time limit."""
 
@@ -31,7 +31,7 @@ from t1lib.train.batch import join
 
 MIB = 2**20
 PEAKS = ("allocated_gib", "reserved_gib", "host_gib")  # of a training step
-MOMENT = 1.0  # seconds after an error in which to see whether it came of another rank's end
+MOMENT = 1.0  # seconds to wait after an error, as another rank's end may have caused it
 
 
 def share_gpus(ranks: int, device: str) -> bool:
@@ -90,7 +90,7 @@ def measure_ranks(
 
 
 def _result(workers: list[Isolated], limit: float) -> Any:
-    """What rank 0 returns, once all have. Raises for the first that is lost, else fails, and for the time limit."""
+    """What rank 0 returns, once all are done. Raises if a rank died (reported first) or failed, and after `limit` s."""
     end, among = time.monotonic() + limit, f"of {len(workers)}"
     left, result, failures = {worker.pipe: rank for rank, worker in enumerate(workers)}, None, []
     while left and (ready := connection.wait(left, max(0.0, end - time.monotonic()))):
@@ -102,7 +102,7 @@ def _result(workers: list[Isolated], limit: float) -> Any:
                 failures.append((workers[rank].process.is_alive(), rank, error))
                 end = min(end, time.monotonic() + MOMENT)
     if failures:
-        _, rank, error = min(failures, key=itemgetter(0))  # a lost one before those that fail because of it
+        _, rank, error = min(failures, key=itemgetter(0))  # first a rank that died: others fail because of it
         named = isinstance(error, VariantFailed | VariantOutOfMemory)
         raise type(error)(f"rank {rank} {among}: {error}") if named else error
     if left:
@@ -132,13 +132,13 @@ class Rank:
                 torch.cuda.set_device(self.device)
             join()
             task(records, self.device, **settings)
-            synchronize(self.device)  # a rank that ended before another's collectives have would make those fail
+            synchronize(self.device)  # if a rank ended before another's collectives, those would fail
         return records.rows, printed.getvalue()
 
 
 class Share(HeadBench):
-    """This rank's rows of a `HeadBench`'s weight; hidden states and targets are the same on every rank. The reference,
-    whose dW is that of these rows, is computed from the whole weight, once."""
+    """A `HeadBench` with only this rank's rows of the weight; hidden states and targets are the same on every rank. The
+    reference is computed once, from the whole weight; of its dW, this rank's rows are kept."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -155,8 +155,8 @@ class Share(HeadBench):
         free_cached()  # the reference's memory, for the heads
 
     def attempt(self, variant: str, action: Callable[[], Any]) -> tuple[Any, str, str]:
-        """The largest values of any rank. Where there are several, an error ends this one, and then the others, which
-        would wait for it."""
+        """As `HeadBench.attempt`, with each value's maximum over all ranks. With several, no error is caught: one ends
+        this rank, and then the others, which would wait for it."""
         found, status, why = super().attempt(variant, action) if self.group is None else (action(), "ok", "")
         return (across(found), ran(self.device), why) if status == "ok" else (found, status, why)
 
@@ -165,8 +165,8 @@ def measure_head(
     records: Records, device: torch.device, *, phase: str, heads: list[str], workspace: str, error_bound: float,
     iters: int, warmup: int, **given: Any,
 ) -> None:  # fmt: skip
-    """Errors, memory, and times interleaved with those of `floor`, the three products of a rank's own rows, of heads on
-    the ranks of this group; on one rank, of the ordinary heads. A head whose error exceeds `error_bound` is `wrong`,
+    """Measure heads on the ranks of this group (on one rank, the ordinary heads): errors, memory, and times, in turns
+    with `floor`, the three products of a rank's own rows. A head whose error exceeds `error_bound` is `wrong`,
     one that cannot run here `unavailable`. Neither is timed, nor are ranks that share a GPU.
 
     workspace   per rank, of the heads that take one: all but `full`
@@ -199,8 +199,8 @@ def measure_step(
     records: Records, device: torch.device, *, phase: str, mode: str, rows: int, most: int, steps: int, warmup: int,
     loss_steps: int, **session: Any,
 ) -> None:  # fmt: skip
-    """Time and memory of training in `mode` on the ranks of this group, no time if they share a GPU; and in phase
-    `losses/<ranks>` its losses.
+    """Measure training in `mode` on the ranks of this group: memory, time unless they share a GPU and, in the phase
+    `losses/<ranks>`, losses.
 
     rows      rows of the batch per rank
     most      the largest number of ranks compared: losses are of `most` · `rows` rows in micro-batches of `rows`

@@ -23,7 +23,7 @@ LIGER_SM90 = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
 
 
 def need(module: str, cuda: bool = True) -> Any:
-    """Import an optional package, which runs only on a GPU if `cuda`. Raises `UnavailableError`."""
+    """Import an optional package; cuda: it needs a GPU. Raises `UnavailableError` if it cannot be used here."""
     if cuda and not torch.cuda.is_available():
         raise UnavailableError(f"{module} needs a CUDA device")
     try:
@@ -40,7 +40,7 @@ def _compiled() -> Loss:
 
 
 def _cce_exact() -> Loss:
-    """Without the filter: "cce_exact" if the version has it."""
+    """CCE without its filter: the implementation "cce_exact" if this version has it."""
     module = need("cut_cross_entropy")
     known = {name.lower() for name in module.LinearCrossEntropyImpl.__members__}
     chosen = {"impl": "cce_exact"} if "cce_exact" in known else {"impl": "cce", "filter_eps": None}
@@ -53,12 +53,12 @@ def _liger() -> Loss:
 
 
 def _quack(rows: int) -> Loss:
-    """So many rows per chunk, not tuned."""
+    """QuACK, not tuned, with `rows` rows per chunk."""
     module = need("quack.linear_cross_entropy")
 
     @cache
     def head(vocabulary: int, hidden: int) -> torch.nn.Module:
-        """It decides whether its chunks fit the operands; the weight is given with each call."""
+        """QuACK's module, which decides itself whether to chunk. Its weight is replaced in each call."""
         return module.LinearCrossEntropy(hidden, vocabulary, chunk_size=rows, tuned=False, device="meta")
 
     return lambda e, w, y: torch.func.functional_call(head(*w.shape), {"weight": w}, (e, y))
@@ -89,7 +89,7 @@ PEERS: dict[str, Callable[[], Loss]] = {
     "quack": partial(_quack, 4096),
     "quack-1024": partial(_quack, 1024),
     "trl": _trl,
-    "torch-1024": partial(_torch_rows, 1024),  # PyTorch's operator, which head `torch` leaves the choice of rows
+    "torch-1024": partial(_torch_rows, 1024),  # PyTorch's operator, which in head `torch` chooses the rows itself
 }
 
 

@@ -1,4 +1,4 @@
-"""What measurements are made of: times of functions, behind queued work and in turns; and memory, by the allocator's
+"""Building blocks of measurements: times of functions, behind queued work and in turns; and memory: the allocator's
 own history, exact peaks on the device and on the host, pinned bytes."""
 
 import os
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from t1lib.memory import _registered
 from t1lib.timing import PhaseTimer, synchronize
 
-# How the size of an event in the allocator's history changes the bytes allocated, and reserved.
+# Event in the allocator's history → sign with which its size counts for bytes allocated, for bytes reserved.
 CHANGES = {"alloc": (1, 0), "free_completed": (-1, 0), "segment_alloc": (0, 1), "segment_map": (0, 1)}
 CHANGES |= {"segment_free": (0, -1), "segment_unmap": (0, -1)}
 
@@ -73,8 +73,8 @@ def rounds(things: Sequence[T], number: int) -> list[list[T]]:
 
 
 def progress(items: Iterable[Any] | None = None, what: str = "", total: int | None = None) -> tqdm:
-    """Iterate over `items`, with a line as soon as that has taken two seconds, in JupyterLab, in a terminal and in an
-    executed notebook; or a bar to be moved with `update`."""
+    """A progress bar over `items` or, without them, one to be moved with `update`. It is a line of text in JupyterLab,
+    in a terminal and in an executed notebook alike, and appears after two seconds."""
     return tqdm(items, what, total, file=sys.stdout, delay=2, mininterval=0.5, ncols=90, position=0)
 
 
@@ -139,7 +139,7 @@ class AllocatorTimeline:
 
 
 class HostPeak:
-    """Exact peak of this process's resident memory since this object was made, by Linux's own mark."""
+    """Exact peak of this process's resident memory since this object was made, as Linux records it (VmHWM)."""
 
     def __init__(self) -> None:
         self.exact = False

@@ -21,7 +21,7 @@ Row = dict[str, Any]
 class Records:
     """Rows of `variant, phase, step, metric, unit, value`: one row per sample, none of them averaged.
 
-    parts  returns lists of rows: those that hold; by default that of `own`, the list that is added to
+    parts  returns the lists of valid rows; by default there is one, `own`, the list to which rows are added
     """
 
     def __init__(self, parts: Callable[[], Iterable[list[Row]]] | None = None) -> None:
@@ -31,7 +31,7 @@ class Records:
 
     @property
     def rows(self) -> list[Row]:
-        """All rows that hold, part by part."""
+        """All valid rows, part by part."""
         return [row for part in self._parts() for row in part]
 
     def remove_times(self, variant: str, phase: str) -> None:
@@ -46,8 +46,8 @@ class Records:
             self.extend([dict(zip(COLUMNS, (variant, phase, step, metric, unit, float(value)), strict=True))])
 
     def status(self, variant: str, state: str, phase: str = "", why: str = "") -> None:
-        """Append how a variant's measurement ended, one of `STATUSES`, and print the reason: of several measurements of
-        a variant in a phase each state once, and `ok` only before any other."""
+        """Append how a variant's measurement ended, one of `STATUSES`, and print the reason `why`. Each state is kept
+        only once per variant and phase, and `ok` is not added after another state."""
         row = {"variant": variant, "phase": phase, "step": "", "metric": "status", "unit": "", "value": state}
         known = {own["value"] for own in self.own if own | {"value": state} == row}
         if choose("status", state, STATUSES) in known or (state == "ok" and known):
@@ -62,7 +62,7 @@ class Records:
         self.own += rows
 
     def frame(self) -> pd.DataFrame:
-        """The rows that hold as a table. `value` holds floats, or text in rows with metric `status`."""
+        """The valid rows as a table. `value` holds floats, or text in rows with metric `status`."""
         return pd.DataFrame(self.rows, columns=list(COLUMNS))
 
     def save(self, path: Path) -> None:
@@ -88,8 +88,8 @@ def numeric(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def pick(frame: pd.DataFrame, metric: str, phase: str = "", variant: str | None = None) -> pd.Series:
-    """Values of a metric in a phase (of one variant if given), in the order in which they were measured; of `status`,
-    which has none, none."""
+    """Values of a metric in a phase (of one variant if given), in the order in which they were measured; none for
+    `status`, which is text."""
     wanted = (frame["metric"] == metric) & (frame["phase"] == phase) & (metric != "status")
     if variant is not None:
         wanted &= frame["variant"] == variant
@@ -113,9 +113,9 @@ def statuses(frame: pd.DataFrame) -> dict[str, str]:
 
 
 def gate_losses(records: Records, runs: Sequence[tuple[str, str, str]], bound: float) -> float:
-    """Compare the losses of runs with those of the first that has any, step by step; return the largest relative
-    difference, which is recorded. One that differs by more than `bound` gets status `wrong`, and its times are removed:
-    a wrong result has no speed.
+    """Compare the losses of runs with those of the first that has any, step by step; record and return the largest
+    relative difference. A run that differs by more than `bound` gets status `wrong`, and its times are removed: a wrong
+    result has no speed.
 
     runs    variant, phase of its losses, phase of its times
     """
@@ -126,7 +126,7 @@ def gate_losses(records: Records, runs: Sequence[tuple[str, str, str]], bound: f
     worst = 0.0
     for variant, of_losses, of_times in trained:
         found, expected = losses[variant, of_losses].align(losses[trained[0][:2]], join="inner")
-        apart = ((found - expected) / expected).abs().mask(found == expected, 0.0).fillna(math.inf)  # NaN is no loss
+        apart = ((found - expected) / expected).abs().mask(found == expected, 0.0).fillna(math.inf)  # NaN never agrees
         apart = float(apart.max()) if len(apart) else 0.0
         worst = max(worst, apart)
         if apart > bound:
@@ -145,7 +145,7 @@ def format_number(value: Any) -> str:
         return str(value)
     if not math.isfinite(value):
         return "n/a"
-    rounded = abs(float(f"{value:.3g}"))  # 9.996 has as many digits as 10.0
+    rounded = abs(float(f"{value:.3g}"))  # decides the form: 999.6 becomes 1000, not 1.00e+03
     if isinstance(value, int) or rounded == 0 or 1000 <= rounded < 1e7:
         return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.0f}"  # four digits are readable as they are
     return f"{value:#.3g}".rstrip(".") if 1e-3 <= rounded < 1000 else f"{value:.2e}"

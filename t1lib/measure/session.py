@@ -27,7 +27,7 @@ from t1lib.train.resident import make_optimizer
 
 LINK = ("h2d_gb_s", "d2h_gb_s", "both_in_gb_s", "both_out_gb_s")
 PLACES = ("device", "host")  # where a plan puts things; `TrainSession.choice` gives their index
-POINTS = 400  # of a timeline, and its ends: each is the highest of as many neighbours, so no peak is lost
+POINTS = 400  # kept of a timeline, besides its ends: each is the highest in its group of neighbours, so no peak is lost
 
 
 class TrainSession:
@@ -66,7 +66,7 @@ class TrainSession:
         vocabulary = self.trainer.parts.embed.num_embeddings
         generator = torch.Generator().manual_seed(self.seed + 1)
         self._batches = [torch.randint(vocabulary, (batch, seq), generator=generator) for _ in range(self._count)]
-        torch.cuda.empty_cache()  # what comes after does not own leftovers of what came before
+        torch.cuda.empty_cache()  # else blocks cached for the previous batches would count for the next
 
     def warm_up(self, steps: int) -> list[float]:
         """Train without measuring, then reset the memory peaks. Returns the losses."""
@@ -83,8 +83,8 @@ class TrainSession:
         return {"loss": record.loss, "wall_ms": record.wall_ms} | phases
 
     def turn(self) -> dict[str, float]:
-        """A clean step, for interleaving with other variants, after an unmeasured one, whose updates may run on into
-        it. Returns when all of its own pending work is done."""
+        """A clean step, for interleaving with other variants. An unmeasured one runs before it, since a step's updates
+        may overlap with the next step. Returns when all pending work is done."""
         self.step()
         found = self.step()
         self._settle()
@@ -125,9 +125,9 @@ class TrainSession:
         return found | {"reserved_gib": torch.cuda.max_memory_reserved(self.device) / GIB}
 
     def floors(self) -> dict[str, float]:
-        """The least times (ms) that a step needs for its matrix products with the weights, without recomputation and
-        attention, and in slide for its copies on the link, whose rates (GB/s) are given too, and its updates on the
-        host; at rates measured on the spot."""
+        """A step's floors (ms), at rates measured on the spot: of its matrix products with the weights, without
+        recomputation and attention; in slide also of its copies over the link, with the link's rates (GB/s), and of its
+        updates on the host."""
         self._settle()
         cuda, dtype = self.device.type == "cuda", next(self.trainer.model.parameters()).dtype
         parts, tokens = self.trainer.parts, self._batches[0].numel()
@@ -158,11 +158,11 @@ class TrainSession:
 
 
 def step_bytes(trainer: SlideTrainer) -> tuple[int, int, int, int]:
-    """Fewest bytes of a step of slide: of the layers' copies in during the forward, in during the backward, and out;
-    and of the updates on the host, within its memory."""
+    """Fewest bytes that a step of slide has to move: the layers' copies in during the forward, in during the backward,
+    and out; and what updates on the host read and write in its memory."""
     schedule, together = trainer.engine.schedule, not trainer.late
     forward, backward, out, updated = 0, 0, 0, 0
-    held, leave = len(schedule.weights), trainer.engine.choice.grads == "host"  # for the host, if they wait
+    held, leave = len(schedule.weights), trainer.engine.choice.grads == "host"  # `leave`: gradients do if updates wait
     for place, layer in enumerate(schedule.layers.values()):
         weights, state = layer.flat.nbytes, sum(flat.nbytes for flat in layer.state.values())
         travels = layer.travels and not schedule.stateless
@@ -170,12 +170,12 @@ def step_bytes(trainer: SlideTrainer) -> tuple[int, int, int, int]:
         # the device has updated them meanwhile.
         backward += weights * (place < len(schedule.layers) - held)
         if travels and together:
-            forward += state + weights * (leave + ("master" not in layer.state))  # its gradient, and its weights
+            forward += state + weights * (leave + ("master" not in layer.state))  # gradient if `leave`; perhaps weights
         elif not (layer.travels and place < held):
             forward += weights
         backward += state * (travels and not together)
         out += weights * layer.trained * (not travels or (together and leave)) + (state + weights) * travels
-        if layer.trained and not layer.travels:  # state both ways, gradients in, weights out; in, too, without masters
+        if layer.trained and not layer.travels:  # state both ways, gradients in, weights out (and in, without masters)
             updated += 2 * state + weights * (2 + ("master" not in layer.state))
     return forward, backward, out, updated
 
@@ -199,7 +199,7 @@ def measure_link(device: torch.device, nbytes: int = 2**28) -> dict[str, float]:
     inward, outward = (torch.cuda.Stream(device), dev_in, host_in), (torch.cuda.Stream(device), host_out, dev_out)
 
     def rates(copies: int, *ways: tuple[torch.cuda.Stream, Tensor, Tensor]) -> list[float]:
-        """Of copies on all of these ways at once: stream, target, source."""
+        """Rates of copies in all directions `ways` (stream, target, source) at once."""
         synchronize(device)
         marks = []
         for stream, target, source in ways:
@@ -231,9 +231,9 @@ def measure_product(device: torch.device, dtype: torch.dtype, size: int) -> floa
 
 
 class TrainStreamTrainer(Trainer):
-    """As its README has it: float32 weights under bfloat16's autocast, AdamW on the CPU while the backward goes on, its
-    own chunked loss. All layers' weights are on the host, and layers are recomputed: left to itself, it sends all that
-    they save across the link instead (29 s per step of 16,384 tokens). It has to see the call of the whole model:
+    """TrainStream as in its README: float32 weights under bfloat16 autocast, AdamW on the CPU during the backward, and
+    its own chunked loss. All layers' weights are on the host, and layers are recomputed: otherwise it would send all
+    that they save across the link (29 s per step of 16,384 tokens). It has to see the call of the whole model:
     otherwise layers run with the weights of the step before. Whole batches only, without `micro_batch`."""
 
     def _place(self) -> None:
