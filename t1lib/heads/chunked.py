@@ -3,8 +3,8 @@
 With logits z (after the softcap), p = softmax z, ζ = z_loss and the symbols of `full`, a token's loss is
     l = t [ −(1−α) c_y log p_y + α/V Σ_v c_v (lse − z_v) + ζ lse² ].
 With r = t · dL/dl and C = Σ_v c_v, its gradient is
-    dL/dz_v = A p_v − B [v = y] − E c_v,   A = B + r (α C/V + 2 ζ lse),   B = r (1−α) c_y,   E = r α / V,
-which the softcap multiplies by 1 − (z_v / s)²."""
+    dL/dz_v = A p_v − B [v = y] − E c_v,   A = B + r (α C/V + 2 ζ lse),   B = r (1−α) c_y,   E = r α / V.
+The gradient of the raw logits is this times the softcap's slope, 1 − (z_v / s)²."""
 
 import math
 from typing import NamedTuple
@@ -23,27 +23,27 @@ DEFAULT_CHUNKS = 8  # by sequence
 DEFAULT_COLUMNS = 8192  # by vocabulary: columns per chunk
 PAIR = 2  # chunks per product for the weight gradient, so that the V × D sum is read and written half as often
 TOKEN_BYTES = 128  # per token, in vectors over tokens: targets, masks, statistics, coefficients
-SLACK = 2**20  # by how much a block of CUDA's caching allocator may exceed the request; at most three buffers
+SLACK = 2**20  # bytes by which CUDA's caching allocator may exceed a request; at most three buffers
 
 Needs = tuple[bool, bool, bool]
 
 
-@torch.compiler.disable  # which gets products into slices of reused memory wrong (2.13, backend aot_eager)
+@torch.compiler.disable  # torch.compile gets products into slices of reused memory wrong (2.13, backend aot_eager)
 @options.on_flat_operands
 def chunked(
     e: Tensor, w: Tensor, b: Tensor | None, opts: Options, *, by: str = "sequence", chunks: int | None = None
 ) -> tuple[Tensor, HeadStats]:
     """Cross-entropy of a linear layer's outputs, computed in chunks so that the whole logits never exist at once.
 
-    by="sequence" (default; what T1M3's text describes): the tokens in `chunks` chunks (default 8), three products; the
-    backward only scales the gradients. Under "none" it recomputes the logits: four products. dW accumulates in the
-    weight's own dtype, rounded once per two chunks (docs/drift.md). In float16 with a loss scaler, gradients below 6e-8
-    are lost: use by="vocabulary".
-    by="vocabulary" (what T1M3's code does): the columns of the logits in `chunks` chunks (default: of 8192 columns),
-    four products. dE accumulates in an N × D float32 buffer, each slice of dW is written once.
-    workspace: instead of `chunks`, the largest chunks whose buffers fit on a GPU, without cuBLAS's own. Raises
-    `T1Error` for a bad option, filter_eps, chunks and workspace together, a workspace too small (saying the least that
-    works), a second backward by sequence but for "none", and create_graph=True."""
+    by="sequence" (default; what T1M3's text describes): splits the tokens into `chunks` chunks (default 8). The forward
+    computes the gradients and the backward scales them: three products. Under "none" the backward recomputes the
+    logits: four products. dW accumulates in the weight's own dtype, rounded once per two chunks (docs/drift.md). In
+    float16 with a loss scaler, gradients below 6e-8 are lost: use by="vocabulary".
+    by="vocabulary" (what T1M3's code does): splits the columns of the logits into `chunks` chunks (default: of 8192
+    columns), four products. dE accumulates in an N × D float32 buffer; each slice of dW is written once.
+    workspace, instead of `chunks`: the largest chunks whose buffers fit on a GPU, without counting cuBLAS's own. Raises
+    `T1Error` for a bad option, filter_eps, chunks and workspace together, a workspace too small (stating the least that
+    works), a second backward by sequence (except under "none"), and create_graph=True."""
     choose("by", by, ("sequence", "vocabulary"))
     options.check_chunks(chunks, opts.settings)
     require(opts.settings.filter_eps is None, "head 'chunked' has no filter_eps; heads that take it: full, fused")
@@ -60,10 +60,10 @@ def chunked(
 
 
 def _costs(e: Tensor, opts: Options, by: str, needs: Needs) -> tuple[int, int]:
-    """Fixed bytes, and bytes per token or column of a chunk."""
+    """Bytes of workspace: those of any chunk size, and those per token (or column) of a chunk."""
     tokens, size, wide = len(opts.target), e.dtype.itemsize, opts.dtype.itemsize
     grouped = opts.settings.shards is not None
-    wide_rows = needs[0] * (2 if by == "vocabulary" else grouped)  # dE as a sum, and what is added
+    wide_rows = needs[0] * (2 if by == "vocabulary" else grouped)  # dE's sum; by vocabulary, also what is added
     fixed = TOKEN_BYTES * tokens + 3 * SLACK * e.is_cuda + 2 * wide * opts.most * needs[2]
     fixed += (size + wide * wide_rows) * tokens * e.shape[1]  # the wrapper holds a copy of the hidden states
     entry = (0 if size == wide else wide) + (wide if any(needs) and opts.settings.softcap is not None else 0)
@@ -73,11 +73,11 @@ def _costs(e: Tensor, opts: Options, by: str, needs: Needs) -> tuple[int, int]:
 
 
 class Block:
-    """Memory for blocks of logits, reused. Rows start on `ALIGN` elements; what is beyond the last column is −inf.
+    """Memory for blocks of logits, reused. Rows are padded with −inf to a multiple of `ALIGN` elements.
 
-    memory  gradients in the operands' dtype of `held` blocks, `raw`: of this one (before them logits, where no product
-            can write float32)
-    work    logits and p in float32; the same memory as `raw` for float32 operands. z: the same without padding
+    memory  gradients of `held` blocks, in the operands' dtype; `raw` is the current block's part of it (which first
+            takes the logits, where no product can write float32)
+    work    logits, then p, in `opts.dtype`; the same memory as `raw` if operands have that dtype. z: without padding
     slope   the softcap's derivative; None where it is not needed"""
 
     def __init__(self, rows: int, columns: int, like: Tensor, opts: Options, gradients: bool, held: int) -> None:
@@ -88,8 +88,8 @@ class Block:
         self._slope = like.new_empty(rows, width, dtype=opts.dtype) if sloped else None
 
     def fill(self, e: Tensor, w: Tensor, b: Tensor | None, weight: Tensor | None, first: int) -> None:
-        """z ← e wᵀ + b, softcapped; slope ← 1 − tanh². `raw` begins at row `first` of its memory; weight: of classes.
-        On CUDA a 16-bit product writes its float32 sums; elsewhere it is rounded first, as in `F.linear`."""
+        """z ← e wᵀ + b, softcapped; slope ← 1 − tanh². `raw` begins at row `first` of `memory`. weight: class weights.
+        On CUDA a product of 16-bit operands is kept in float32; elsewhere it is rounded first, as in `F.linear`."""
         rows, columns, softcap = len(e), len(w), self.opts.settings.softcap
         self.raw, self.weight = self.memory[first : first + rows], weight
         self.work = self.raw if self._work is self.memory else self._work[:rows]
@@ -113,9 +113,9 @@ class Block:
         self.work[:, columns:] = -math.inf
 
     def softmax(self, index: Tensor, hit: Tensor, partial: bool) -> "Rows":
-        """Statistics of the logits, which become p; targets as in `_local`. partial: these are not all columns. The
-        softmax's denominator follows from its largest entry, p_top = 1 / total, which saves a pass. On a shard of the
-        vocabulary, statistics and p are those over all of it: one collective."""
+        """Turn the logits into p and return their statistics. index, hit: as in `_local`. partial: these are not all
+        columns. The softmax's denominator follows from its largest entry, p_top = 1 / total, which saves a pass. If the
+        vocabulary is sharded, a collective makes statistics and p those over all of it."""
         z, weight, shards = self.z, self.weight, self.opts.settings.shards
         where = z.argmax(-1, keepdim=True)
         top, at_target = z.gather(1, where), z.gather(1, index)
@@ -123,7 +123,7 @@ class Block:
             pull = z.new_zeros(len(z), 1)
         else:
             pull = z.sum(-1, keepdim=True) if weight is None else (z @ weight)[:, None]
-        if partial:  # all logits of a row may be −inf here: one finite, and p becomes one-hot and not nan
+        if partial:  # a row's logits may all be −inf here: with one of them finite, p is one-hot, not nan
             z.scatter_(1, where, top.clamp(min=torch.finfo(z.dtype).min))
             at_target = torch.where(hit > 0, at_target, 0.0)
         torch.softmax(self.work, -1, out=self.work)
@@ -135,8 +135,8 @@ class Block:
         return every
 
     def gradient(self, index: Tensor, hit: Tensor, factors: list[Tensor], lse: Tensor) -> Tensor:
-        """dL/d(raw logits) where `work` holds p, written to `raw`; returned without padding. index, hit as in `_local`;
-        factors: r, A without its z-loss part, B, E, (rows, 1) each."""
+        """Compute dL/d(raw logits) from p, which `work` holds, into `raw`; return it without padding. index, hit: as in
+        `_local`. factors: r, A without its z-loss part, B and E, (rows, 1) each."""
         smooth, z_loss = self.opts.settings.label_smoothing, self.opts.settings.z_loss
         r, a, target, even = factors
         x, columns = self.work.scatter_add_(1, index, -hit), self.z.shape[1]  # p − one-hot: no cancellation as p_y → 1
@@ -154,7 +154,7 @@ class Block:
 
 
 class Rows(NamedTuple):
-    """Statistics per token, (N, 1). Of the log-sum-exp's two terms, subtracted one by one, large logits lose less."""
+    """Statistics per token, (N, 1) each. lse is kept as two terms: subtracting them in turn keeps more digits."""
 
     top: Tensor  # the largest logit
     total: Tensor  # Σ_v exp(z_v − top)
@@ -165,7 +165,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Tensor) -> "Rows":
-        """From those of parts of the vocabulary, (parts, N, 4); a target is 0 but in its own part."""
+        """Join the statistics of parts of the vocabulary, (parts, N, 4). at_target is 0 in parts without the target."""
         top, total, at_target, pull = parts.unbind(-1)
         highest = top.amax(0)
         finite = highest.clamp(min=torch.finfo(top.dtype).min)  # as −inf − (−inf) would be nan
@@ -174,7 +174,7 @@ class Rows(NamedTuple):
 
 
 def _parts(columns: int) -> list[slice]:
-    """The columns up to a multiple of `ALIGN`, with which cuBLAS is fast, and the rest."""
+    """Split the columns at a multiple of `ALIGN`, for which cuBLAS is fast; no part is empty."""
     whole = columns // ALIGN * ALIGN
     return [part for part in (slice(0, whole), slice(whole, columns)) if part.start < part.stop]
 
@@ -189,7 +189,7 @@ def _in_blocks(
     e: Tensor, w: Tensor, b: Tensor | None, opts: Options, by: str, size: int, needs: Needs, upstream: Tensor | float,
     rows: Rows | None = None,
 ) -> tuple[Rows, list[Tensor | None]]:  # fmt: skip
-    """Statistics, and gradients for this upstream gradient, `size` tokens or columns at a time; with `rows` these."""
+    """Statistics, or `rows` if given, and gradients for `upstream`, from blocks of `size` tokens or columns."""
     shards, wide, sequence, e = opts.settings.shards, opts.dtype, by == "sequence", opts.tokens(e)
     tokens, vocab, graded, partial = len(e), opts.vocab, any(needs), not sequence or shards is not None
     length = tokens if sequence else vocab
@@ -243,13 +243,13 @@ def _in_blocks(
 
 
 class _Chunked(torch.autograd.Function):
-    """(loss, lse, logprob, correct). By sequence and with a known upstream gradient the forward makes the gradients."""
+    """Returns (loss, lse, logprob, correct). By sequence, except under "none", the forward computes the gradients."""
 
     @staticmethod
     def forward(ctx, e: Tensor, w: Tensor, b: Tensor | None, opts: Options, by: str, size: int, needs: Needs):
         ctx.early = by == "sequence" and opts.settings.reduction != "none" and any(needs)
         ctx.opts, ctx.call = opts, (by, size, needs)
-        if not ctx.early:  # the last two may be the caller's own memory, which she may change
+        if not ctx.early:  # the last two may share the caller's memory; autograd reports it if that has changed
             ctx.save_for_backward(e, w, b, opts.local_target, opts.local_class_weight)
         rows, ctx.gradients = _in_blocks(e, w, b, opts, by, size, needs if ctx.early else (False,) * 3, 1.0)
         ctx.rows = rows if by == "vocabulary" else None
@@ -271,6 +271,6 @@ class _Chunked(torch.autograd.Function):
         elif ctx.gradients is None:
             raise options.spent("chunked", 'by="vocabulary" or reduction="none"')
         else:
-            upstream = upstream.where(ctx.opts.valid.any(), 0.0)  # if all are ignored, even one of inf makes 0
+            upstream = upstream.where(ctx.opts.valid.any(), 0.0)  # if all are ignored, even an infinite one gives 0
             gradients, ctx.gradients = [None if g is None else scale_(g, upstream) for g in ctx.gradients], None
         return *gradients, *(None,) * 4

@@ -9,7 +9,7 @@ from torch import Tensor
 from t1lib.errors import UnavailableError, require
 from t1lib.heads.options import HeadStats, Options, need_workspace, on_flat_operands, require_plain_backward, spent
 
-ALIGN = 8  # elements: where rows of logits do not start on so many, cuBLAS takes five times as long
+ALIGN = 8  # elements; if rows of logits do not start on multiples of it, cuBLAS takes five times as long
 
 
 @on_flat_operands
@@ -29,7 +29,7 @@ def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor,
     |p_v − [v = y]| < eps are set to 0 in dL/dz. A head may drop any subset of these entries; this one drops each.
     A `workspace` below what the logits take is a `T1Error`. Source: T1M3, section 2 (the standard output layer)."""
     s = opts.settings
-    # at the peak, in the backward: log-probabilities, two gradients, and copies (an estimate)
+    # N × V arrays at the peak, in the backward (an estimate): log-probabilities, two gradients, copies
     copies = 3 + 2 * (s.softcap is not None) + bool(s.z_loss or s.return_stats) + (s.filter_eps is not None)
     need_workspace(s.workspace, e.shape[0] * opts.vocab * copies * opts.dtype.itemsize, "full")
     z = _logits(e, w, b).to(opts.dtype)
@@ -61,13 +61,13 @@ def _logits(e: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return F.linear(e, F.pad(w, (0, 0, 0, missing)), None if b is None else F.pad(b, (0, missing)))[:, : len(w)]
 
 
-@torch.compiler.disable  # which cannot trace the hooks
+@torch.compiler.disable  # torch.compile cannot trace the hooks
 @on_flat_operands
 def native(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor, HeadStats | None]:
     """Cross-entropy of a linear layer's outputs by `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13), on its
-    memory-saving path, with the op's own choice of chunk and precision. It rounds the loss of 16-bit operands to their
-    dtype, which is returned as float32. `token_weight` is applied to its losses under "none". Raises `UnavailableError`
-    on a PyTorch without the op; `T1Error` for what it lacks, and for label_smoothing, when it would hold all logits."""
+    memory-saving path, with the op's own choice of chunk and precision. The loss of 16-bit operands comes rounded to
+    their dtype, cast to float32. `token_weight` weights the op's losses under "none". Raises `UnavailableError` on a
+    PyTorch without the op; `T1Error` for options it lacks, and for label_smoothing, with which it holds all logits."""
     if not hasattr(F, "linear_cross_entropy"):
         missing = "torch.nn.functional.linear_cross_entropy (PyTorch 2.13)"
         raise UnavailableError(f"head 'torch' needs {missing}; this is {torch.__version__}")

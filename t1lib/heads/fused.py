@@ -1,6 +1,6 @@
 """Head `fused`: Triton kernels that never hold the whole logits and run at the speed of the matrix products. PyTorch
-sees one operator, and another one for a backward that computes; both take six tensors, numbers, sizes, words and flags
-(`_packed`), so that its compiler knows their shapes and gradients."""
+sees one operator, and a second one for a backward that recomputes the logits, so that its compiler knows their shapes
+and gradients. Both take six tensors, numbers, sizes, words and flags (`_packed`)."""
 
 import os
 import threading
@@ -17,7 +17,7 @@ from t1lib.heads.full import full
 from t1lib.heads.kernels import scale_, triton
 from t1lib.heads.options import HeadStats, Settings, Tensors
 
-TIGHT = 1.0  # softcap, below which the logits that matter lie where tanh is flat
+TIGHT = 1.0  # with a softcap below this, the logits that matter lie where tanh is flat
 INTERPRETER = threading.Lock()  # Triton's interpreter serves one thread at a time
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 ARGUMENTS = (
@@ -31,18 +31,18 @@ def fused(
 ) -> tuple[Tensor, HeadStats | None]:
     """Cross-entropy of a linear layer's outputs by Triton kernels; how it works is in docs/heads.md.
 
-    workspace   copies of a weight in another dtype than the products' (float32 under autocast) or without unit stride
-                count (default: 1.5 GiB plus 192 bytes per token and such copies; the loss alone needs 16 MiB)
-    chunks      in place of workspace: number of chunks of tokens, rounded to whole row tiles. In 16 bits dW is rounded
-                once per chunk, but the targets' own terms, and the rows of the 1024 most frequent targets, once in all
-    tail        "fp8": where the forward makes the gradients on a Hopper GPU, the products for dE and dW take the small
-                entries of the logits' gradient in FP8 (docs/fp8.md). Elsewhere, under reduction "none", without tokens,
-                and for a weight of less than 2048 × 64 or whose rows do not start on 16-byte boundaries: as without it
+    workspace   default: 1.5 GiB (loss alone: 16 MiB) plus 192 bytes per token and copies. A weight is copied, and the
+                copy counts, if its dtype is not the products' (float32 under autocast) or its columns' stride not 1
+    chunks      instead of workspace: number of chunks of tokens, rounded to whole row tiles. In 16 bits dW is rounded
+                once per chunk; the targets' own terms and the rows of the 1024 most frequent targets only once
+    tail        "fp8": where the forward computes the gradients on a Hopper GPU, the products for dE and dW take the
+                small entries of the logits' gradient in FP8 (docs/fp8.md). It has no effect elsewhere, under "none",
+                without tokens, and if the weight is below 2048 × 64 or its rows do not start on 16-byte boundaries
 
     Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper. Elsewhere, for float64, and for bfloat16
-    in Triton's interpreter, head `chunked` computes (with filter_eps `full`). Raises `T1Error` for a bad argument, a
-    workspace too small (saying the least that works), create_graph=True, and a second backward where the forward made
-    the gradients."""
+    in Triton's interpreter, head `chunked` takes over (with filter_eps, `full`). Raises `T1Error` for a bad argument, a
+    workspace too small (stating the least that works), create_graph=True, and a second backward where the forward
+    computed the gradients."""
     options.check_chunks(chunks, settings)
     if tail is not None:
         choose("tail", tail, ("fp8",))
@@ -57,7 +57,7 @@ def fused(
 
 
 def _check_tail(tensors: Tensors, s: Settings, chunks: int | None) -> None:
-    """Raise `T1Error` where FP8 cannot be had and other numbers than wanted would come out."""
+    """Raise `T1Error` for operands, options and GPUs that tail="fp8" does not support."""
     device, dtypes = tensors.input.device, (tensors.input.dtype, tensors.linear_weight.dtype)
     compute = options.autocast_dtype(tensors.input) or dtypes[0]
     wrong = {
@@ -72,8 +72,8 @@ def _check_tail(tensors: Tensors, s: Settings, chunks: int | None) -> None:
 
 
 def kernels_run(input: Tensor) -> bool:
-    """Whether the kernels take this input: on CUDA, or in Triton's interpreter, up to 32 bits per element. Products of
-    bfloat16 (also from autocast) are wrong in the interpreter, without an error."""
+    """Whether the kernels take this input: not empty, at most 32 bits per element, on CUDA or in Triton's interpreter,
+    which gets products of bfloat16 (also from autocast) wrong without an error."""
     empty = not torch.compiler.is_compiling() and input.numel() == 0  # the compiler may not know the number of tokens
     compute = options.autocast_dtype(input) or input.dtype
     there = compute != torch.bfloat16 if os.environ.get("TRITON_INTERPRET") == "1" else input.is_cuda
@@ -84,8 +84,8 @@ def kernels_run(input: Tensor) -> bool:
 
 
 def _packed(tensors: Tensors, s: Settings, chunks: int, tail: bool) -> tuple[list, list, str, list]:
-    """The operators' other arguments: numbers, sizes, words, and flags: which gradients, `early`, statistics, sequence,
-    FP8. Shapes, and values of tensors, are checked in the operator: the compiler cannot trace that."""
+    """The operators' other arguments: numbers, sizes, words and flags (the three gradients wanted, `early`, statistics,
+    sequence, FP8). Shapes and tensors' values are checked inside the operator: the compiler cannot trace that."""
     input, w, _, b, *_ = tensors
     autocast = options.autocast_dtype(input)
     compute = autocast or input.dtype
@@ -104,8 +104,8 @@ def _packed(tensors: Tensors, s: Settings, chunks: int, tail: bool) -> tuple[lis
 
 
 def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
-    """Whether the forward computes the gradients: if their factors are known, no dtype is too narrow for them without
-    the factors, the softcap's slope follows from what the first pass keeps, and recomputing is not faster."""
+    """Whether the forward computes the gradients: if it knows their factors, no dtype is too narrow for gradients
+    before these are applied, the softcap's slope follows from what it keeps, and recomputing is not faster."""
     input, w = tensors.input, tensors.linear_weight
     steep = s.softcap is not None and (s.label_smoothing > 0 or s.softcap < TIGHT)
     narrow = torch.float16 in (compute, input.dtype, w.dtype)
@@ -125,7 +125,7 @@ def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
     "t1lib::linear_cross_entropy", mutates_args=(), schema=f"({ARGUMENTS}) -> ({7 * 'Tensor, '}Tensor)"
 )
 def forward_op(*call):
-    """(loss, lse, logprob, correct, what the backward needs: of them, or if a token counts; dE, dW, dBias or empty)"""
+    """(loss, lse, logprob, correct, saved, dE, dW, dBias), or empty. saved: if a token counts, or what `late` needs."""
     from t1lib.heads import fused_launch, fused_run  # need Triton
 
     tensors, (*needs, early, return_stats, _, tail) = Tensors(*call[:6]), call[9]
@@ -176,7 +176,7 @@ def _(upstream, lse, *call):
 
 
 def _filled(tensors: Tensors, gradients: Sequence[Tensor | bool | None]) -> tuple[Tensor, ...]:
-    """Gradients as their operands are; True for one without values. None becomes empty: operators return tensors."""
+    """Gradients like their operands: uninitialised for True, empty for None, because operators return tensors."""
     found = []
     for t, g in zip((tensors.input, tensors.linear_weight, tensors.linear_bias), gradients, strict=True):
         g = t.new_empty(t.shape) if g is True else g
@@ -199,10 +199,10 @@ def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:
     if ctx.spent:
         raise options.spent("fused", 'reduction="none"')
     saved, *made = ctx.saved_tensors
-    upstream = upstream.where(saved, 0.0) if ctx.early else upstream  # if all are ignored, even one of inf makes 0
+    upstream = upstream.where(saved, 0.0) if ctx.early else upstream  # if all are ignored, even an infinite one gives 0
     if not ctx.early:
         made = backward_op(upstream, saved, *made, *ctx.rest)
-    elif type(upstream) is not Tensor:  # traced by the compiler, which reuses the memory itself, and would else copy
+    elif type(upstream) is not Tensor:  # traced by the compiler, which reuses memory itself and would copy for `scale_`
         made = [(g.float() * upstream).to(g.dtype) for g in made]
     else:
         ctx.spent = True

@@ -26,7 +26,7 @@ FREQUENT_FROM = 4  # tokens: targets that have as many or more count as frequent
 BLOCK = 1024  # columns per step in kernels where a program handles one row
 STAGES = 4  # pipeline stages of the kernels of `hopper` and `tail`, 48 KiB of shared memory each
 CACHED = 10 * 2**20  # bytes of hidden states that stay in a 50 MB L2 cache while the weight streams through it
-TOGETHER = 16, 4  # row blocks of dE, and at least so many column blocks of dW, go through the vocabulary together
+TOGETHER = 16, 4  # row blocks of dE, and at least how many column blocks of dW, that go through the vocabulary together
 
 
 def allocate(device: torch.device, buffers: dict[str, Buffer]) -> dict[str, Tensor]:
@@ -39,17 +39,17 @@ def allocate(device: torch.device, buffers: dict[str, Buffer]) -> dict[str, Tens
 
 
 class Pass:
-    """One pass over a call's tokens. They come in order, those that count first, one chunk after another: those from
-    position `start` on, `size` of them.
+    """One pass over a call's tokens in order (those that count first), chunk by chunk: the current chunk holds the
+    `size` tokens from position `start` on.
 
     order, key  (N): the token at each position, and what they are sorted by
     number      () int32: how many tokens count
     row         (fields, N) float32: what is known of each token, in order; `fields` are its rows by name
     x, z, …     the plan's buffers by name (`fused_plan.layout`)
     out, dw, db gradients to be filled, (N, D), (V, D) and (V) float32, or None. Rows of `out` are summed over shards in
-                float32 while the next chunk computes. Under sequence parallelism it holds only this process's tokens,
-                but the rows of a chunk may be of any
-    known       all attributes by name: a kernel gets those named as its arguments, unless a launch gives them itself"""
+                float32 while the next chunk computes. Under sequence parallelism `out` holds only this process's
+                tokens, while a chunk may hold those of any process
+    known       all attributes by name: a launch looks up the kernel's arguments here, unless they are given"""
 
     known = property(vars)
     splits_from = 1  # parts of the vocabulary, see `splits_of`
@@ -119,12 +119,12 @@ class Pass:
         return loss, opts.stats(lse, logprob, correct > 0) if stats else None
 
     def each(self, block: int | None = None) -> Iterator[None]:
-        """Go through the chunks: one is packed before it is the caller's, and its rows of dE are written afterwards.
-        block: chunks are whole blocks of so many tokens (default: a tile's rows)."""
+        """Iterate over the chunks: each is packed before it is yielded, and its rows of dE are written afterwards.
+        block: chunks are made of whole blocks of `block` tokens (default: a tile's rows)."""
         t, tokens, de = self.tiles, self.opts.shape.numel(), self.o.needs[0] and self.plan.columns > 0
-        spare = self.opts.settings.shards is not None  # a last row for those not of this process's tokens
+        spare = self.opts.settings.shards is not None  # one more row, to take those of other processes' tokens
         self._rows, self._pending = self.o.e.new_empty(tokens + spare, self.hidden) if de else None, None
-        self.out = self._rows[:tokens] if de else None  # not 0: every token is in a chunk
+        self.out = self._rows[:tokens] if de else None  # need not be zeroed: every token is in a chunk
         for start, size in self.plan.bounds(len(self.order), block or t.m):
             self.start, self.size, height = start, size, up(size, t.m)
             tiles = ceil(self.opts.vocab, t.n)
@@ -135,7 +135,7 @@ class Pass:
                 self._add_rows()
 
     def _add_rows(self) -> None:
-        """Write dE's rows of the chunk at hand: to its tokens' own, under a group in order to a buffer to be summed."""
+        """Write the chunk's rows of dE to their tokens' rows; under a group, into a buffer that the ranks sum."""
         self._place_rows()
         out, shards, number = self.out, self.opts.settings.shards, len(self.out)
         if shards is not None:
@@ -158,11 +158,11 @@ class Pass:
         return self.out, self.dw, self.db
 
     def find_frequent(self, even_sum: Tensor | None = None) -> None:
-        """Once: where each target's tokens end (`segment_end`), and the most frequent targets. Their rows of dW add up
-        in float32 over the chunks, in `frequent_sums` (H, D), at first what label smoothing takes: −c ⊗ `even_sum`.
-        `frequent` (H): classes, the most frequent first (those of 255 tokens and more count as equal, and of equals the
-        lower one comes first), of which the first `frequent_number` () are used; `place` (H): the position at which the
-        tokens of each begin; `slot` (V and more): a class's index among them, or −1."""
+        """On the first call, find where each target's tokens end (`segment_end`) and which targets are most frequent.
+        Their rows of dW add up in float32 over the chunks, in `frequent_sums` (H, D), which starts as what label
+        smoothing subtracts, −c ⊗ `even_sum`, or 0. `frequent` (H): classes, the most frequent first (counts are capped
+        at 255, ties go to the lower class); the first `frequent_number` () are used. `place` (H): the position at which
+        the tokens of each begin. `slot` (V and more): a class's index in `frequent`, or −1."""
         if "segment_end" in self.known or (self.dw is None and self.db is None):
             return
         self.segment_end = torch.searchsorted(self.key, self.key, right=True, out_int32=True)
@@ -186,8 +186,8 @@ class Pass:
             torch.outer(-per_class, even_sum, out=sums)
 
     def launch(self, kernel: Any, *grid: int, **given: Any) -> Callable[[int], None]:
-        """Returns what launches it again, for another `first` that compiles to the same: without Triton's look at all
-        arguments, and new descriptors, which take the host longer than a small chunk takes the device."""
+        """Launch a kernel; return a function that launches it again for another `first` that compiles to the same. That
+        skips Triton's look at all arguments and new descriptors, which take longer than a small chunk on the device."""
         known = self.known
         arguments = {name: given.pop(name) if name in given else known[name] for name in kernel.arg_names}
         given |= FMA
@@ -210,8 +210,8 @@ class Pass:
     def logits(
         self, z: Tensor | None, first: int = 0, *, gradient: bool = False, redo: bool = False, every: int = 1
     ) -> Callable[[int], None]:
-        """z ← exponentials or gradients (`gradient`) of the logits of the columns from `first` on; None: sums alone,
-        over one of `every` columns."""
+        """z ← the exponentials (or, with `gradient`, gradients) of the logits in the columns from `first` on. z None:
+        only the sums, from one of every `every` columns."""
         o, t = self.o, self.tiles
         w, vocab = o.w[::every], ceil(o.opts.vocab, every)
         splits = 1 if gradient else min(self.splits, ceil(vocab, t.n))
@@ -248,7 +248,7 @@ class Pass:
         )  # fmt: skip
 
     def add_bias(self, z: Tensor, first: int, factor: Tensor | None = None) -> None:
-        """Add the chunk's contribution to dBias, from z as in `products`, whose rows lack `factor`."""
+        """Add the chunk's contribution to dBias, from z as in `products`, with its rows times `factor`."""
         if self.db is not None:
             out = self.db[None, first : first + z.shape[1]]
             sum_rows(out, z, self.number, self.start, self.size, factor)
@@ -267,7 +267,7 @@ class Pass:
 
 
 def evenly(blocks: int, most: int) -> int:
-    """The blocks of a group, if all are divided into as few groups of at most so many as there can be."""
+    """Blocks per group when `blocks` are divided evenly into the fewest groups of at most `most` blocks."""
     return ceil(blocks, ceil(blocks, most))
 
 
@@ -285,6 +285,6 @@ def aligned(matrix: Tensor) -> bool:
 
 
 def boxes(matrix: Tensor, height: int, across: int = 128) -> Any:
-    """A descriptor of boxes of so many rows and so many bytes of columns, as `hopper` and `tail` take them."""
+    """A descriptor of boxes of `height` rows and `across` bytes of columns, as `hopper` and `tail` take them."""
     size = matrix.element_size()
     return Boxes.from_tensor(matrix, [height, across // size], NVMMASharedLayout(across, 8 * size, 2))

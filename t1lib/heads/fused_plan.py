@@ -1,5 +1,5 @@
-"""Head `fused`: how many tokens and columns at a time, from a budget in bytes, by a cost model of a chunk. A plan is
-found in about a millisecond and kept; numbers of tokens that fill as many row blocks share one."""
+"""Head `fused`: choose how many tokens and columns to take at a time, within a budget in bytes, by a cost model. A plan
+is found in about a millisecond and kept; numbers of tokens that fill equally many row blocks share one."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -10,20 +10,20 @@ import torch.distributed as dist
 
 from t1lib.heads.options import Options, Settings, Shards, Tensors, need_workspace
 
-DEFAULT_WORKSPACE = 3 * 2**29  # beside what every plan needs per token; less costs up to 4 % (docs/history)
+DEFAULT_WORKSPACE = 3 * 2**29  # bytes, plus `TOKEN_BYTES` per token and copies; less costs up to 4 % (docs/history)
 LOSS_WORKSPACE = 16 * 2**20  # more memory does not speed up the loss alone
 TOKEN_BYTES = 192  # per token: order, sort keys and their copies, statistics and factors
 CLASS_BYTES = 2  # per class: its position among the frequent targets
 SLACK = 3 * 2**20  # by how much memory from CUDA's caching allocator may exceed the request
 FREQUENT = 1024  # the most targets whose rows of dW accumulate in float32 over the chunks
-WHOLE = 128  # columns of z are rounded up to before copies of the frequent targets' columns: no tile is higher
+WHOLE = 128  # copies of the frequent targets' columns begin in z at a multiple of this: no tile is higher
 PARTS = 12  # the most partial sums of dE
 
 # The cost model, in steps: the time in which a multiprocessor multiplies m × n × k (measured on an H200, docs/log.md)
 EPILOGUE = 2.8  # of a tile
 LAUNCHES = 60  # a chunk's small kernels
 HALF = 9 / 16  # time of a tile of half the columns, relative to a whole one (as `kernels.products` assumes, too)
-UNEVEN = 0.06  # share of the processors' idle time in the last of several waves of dE that dW cannot fill
+UNEVEN = 0.06  # share of the idle time in dE's last wave, if it has several, that dW cannot fill
 REREAD = 1e-4  # share of a late chunk's time added per row block: larger chunks re-read more
 ROUNDED = 0.025  # per chunk beyond eight, as a share of a late plan's time: each rounds dW once more
 
@@ -75,11 +75,11 @@ class Plan(NamedTuple):
     capacity: int  # the most tokens of a chunk
     chunks: int
     columns: int  # of the vocabulary at a time; 0: the loss alone
-    splits: int = 1  # the most ranges of the vocabulary in which a chunk's exponentials are made (`splits_of`)
+    splits: int = 1  # the most ranges that the vocabulary is divided into for a chunk's exponentials (`splits_of`)
     parts: int = 1  # partial sums of dE
 
     def bounds(self, tokens: int, tile: int) -> Iterator[tuple[int, int]]:
-        """(start, size) of each chunk, if any: as many blocks of `tile` tokens in each as in others, or one more."""
+        """(start, size) of each chunk, if any. Their numbers of blocks of `tile` tokens differ by at most one."""
         blocks = ceil(tokens, tile)
         for chunk in range(self.chunks if tokens else 0):
             start, stop = (min(c * blocks // self.chunks * tile, tokens) for c in (chunk, chunk + 1))
@@ -112,7 +112,7 @@ class Buffer(NamedTuple):
 
 
 def layout(shape: Shape, plan: Plan, early: bool) -> dict[str, Buffer]:
-    """The buffers of a plan. `early`: of gradients in the forward, whose factors are applied after the exponentials."""
+    """The buffers of a plan. early: for gradients in the forward, whose factors are applied after the exponentials."""
     rows, hidden, narrow, scaled = plan.capacity, shape.hidden, shape.compute, early and shape.dw
     found = {"x": Buffer(rows, hidden, narrow), "sums": Buffer(3 * plan.splits, rows)}
     found |= {"packed_target": Buffer(1, rows, torch.int32), "flag": Buffer(1, rows, torch.int32)}
@@ -143,8 +143,8 @@ def copies(tensors: Tensors, compute: torch.dtype, rows: int) -> int:
 
 
 def early_from(tokens: int, vocab: int, hidden: int, itemsize: int, cuda: bool) -> int:
-    """Bytes of workspace, without copies, from which on gradients are computed in the forward: two row blocks fit. With
-    less, recomputing the logits costs less than many small chunks. Plain arithmetic, which the compiler can follow."""
+    """The least workspace in bytes, without copies, with which the forward computes the gradients: two row blocks fit.
+    With less, recomputing the logits beats many small chunks. Plain arithmetic, which the compiler can follow."""
     row = (vocab + hidden + FREQUENT) * itemsize + 4 * hidden
     fixed = TOKEN_BYTES * tokens + FREQUENT * 4 * hidden + CLASS_BYTES * vocab + SLACK
     return (256 if cuda else 64) * row + fixed
@@ -170,7 +170,7 @@ class Planner(NamedTuple):
         return max(longest, even * (1 + 0.6 * (1 - hidden) / inner)) * (1 + 0.002 * parts) + idle
 
     def cost(self, plan: Plan) -> float:
-        """Of all chunks, some of which have one row block more than the others, over all ranges of columns."""
+        """Steps for all ranges of columns of all chunks, some of which have one row block more than the others."""
         shape, late, cost, width = self.shape, self.kind == "late", 0.0, plan.columns or self.shape.vocab
         tile = ceil(shape.hidden, self.tiles.k) + EPILOGUE
         low, higher = divmod(ceil(shape.tokens, self.tiles.m), plan.chunks)
@@ -189,8 +189,8 @@ class Planner(NamedTuple):
         return cost * (1 + extra * late)
 
     def plans(self, chunks: int, budget: int) -> Iterator[Plan]:
-        """Plans with so many chunks of tokens, the smallest first. Late ones: in ranges of columns as wide as fit or a
-        little narrower, even ones or some that make whole waves of tiles."""
+        """Plans with `chunks` chunks of tokens, those with fewer parts of dE first. Late ones have ranges of columns as
+        wide as fit or a little narrower: of even width, or such that their tiles make whole waves."""
         shape, (m, n), vocab = self.shape, self.tiles[:2], self.shape.vocab
         blocks = ceil(shape.tokens, m)
         capacity = ceil(blocks, chunks) * m
@@ -212,7 +212,7 @@ class Planner(NamedTuple):
 def plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks: int | None = None) -> Plan:
     """The fastest plan within the workspace; `T1Error` naming the least that works if none fits.
     kind     "early": gradients in the forward; "late": in the backward, from recomputed logits; "loss": no gradients
-    chunks   of gradients, instead of a workspace: so many chunks of tokens"""
+    chunks   instead of a workspace: the number of chunks of tokens (unused for a "loss")"""
     shape = shape._replace(tokens=up(max(shape.tokens, 1), TILES[device.kind, shape.compute.itemsize].m))
     if kind == "loss":
         shape, chunks = shape._replace(de=False, dw=False), None
@@ -244,8 +244,8 @@ def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks
 
 
 class Operands:
-    """What the kernels need of an operator's arguments: e (N, D), of any strides; w (V, D) with unit column stride and
-    b (V) or None, both in the products' dtype; whether their gradients are wanted, `needs`; and what to plan for."""
+    """An operator's arguments as the kernels need them: e (N, D), of any strides; w (V, D) with unit column stride and
+    b (V) or None, both in the products' dtype. needs: whether their gradients are wanted. shape, device: for `plan`."""
 
     def __init__(self, tensors: Tensors, numbers, sizes, words, flags, check: bool) -> None:
         (smooth, softcap, z_loss, filter_eps), (ignore_index, workspace, chunks, *rows) = numbers, sizes

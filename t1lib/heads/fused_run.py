@@ -15,7 +15,7 @@ from t1lib.heads.kernels.tiles import LN2, LOG_TOTAL, OFFSET
 
 
 def targets(c: Pass) -> None:
-    """at ← the targets' logits, offset ← a first guess of the exponentials' offsets, of all tokens."""
+    """For all tokens: at ← the target's logit, offset ← a first guess at the offset of its exponentials."""
     m = 64 if c.o.e.is_cuda else c.tiles.m
     c.launch(logits.target_logits, ceil(len(c.order), m), M=m, num_warps=4, num_stages=3)
     if c.opts.settings.shards is not None:
@@ -33,13 +33,13 @@ def statistics(c: Pass, z: Tensor | None) -> None:
     shards = c.opts.settings.shards
     if shards is None:
         return
-    # these are over this shard's columns, and become those over the whole vocabulary by one collective. All is taken
-    # relative to the largest offset: nearly always they are one, and no digit of the large number is lost
+    # one collective turns statistics over this shard's columns into those over the whole vocabulary. All is taken
+    # relative to the largest offset: nearly always the shards' are equal, and no digit of these large numbers is lost
     here = {name: field[c.start : c.start + c.size] for name, field in c.fields.items()}
     mine = torch.stack([here[name] for name in ("offset", "log_total", "correct", "pull")])
     offset, log_total, correct, pull = shards.gather(mine).view(-1, *mine.shape).unbind(1)
     common = offset.amax(0)
-    # finite: a shard far below the others sums up to 0, and to −inf
+    # kept finite: the sum of a shard far below the others is 0, and its logarithm −inf
     parts = (log_total + (offset - common)).clamp_(min=-NEVER.value) * LN2.value
     whole = parts.logsumexp(0) / LN2.value
     here["log_total"].copy_(whole + (common - here["offset"]))
@@ -98,7 +98,7 @@ def late(o: Operands, lse: Tensor, upstream: Tensor) -> tuple[Tensor | None, ...
             if first > c.plan.columns and z.shape[1] == c.plan.columns:
                 for again in launches:
                     again(first)
-            else:  # the first range, to whose dE the others add; the second; and the last, which may be narrower
+            else:  # launches that differ: the first writes dE, the second adds to it, the last may be narrower
                 launches = c.logits(z, first, gradient=True), c.products(z, first)
             c.add_bias(z, first)
     return c.gradients()

@@ -1,6 +1,6 @@
-"""Head `fused` with tail="fp8": gradients in the forward, whose products for dE and dW take the small entries of the
-logits' gradient in FP8. The mathematics are in docs/fp8.md. Per chunk: a sample of the logits → offsets → exponentials
-in FP8 → those rows again whose offset was wrong → statistics → scale → dE, dW → what large exponentials lack."""
+"""Head `fused` with tail="fp8": the forward computes the gradients, with products for dE and dW that take the small
+entries of the logits' gradient in FP8; the mathematics is in docs/fp8.md. Per chunk: a sample of the logits → offsets →
+exponentials in FP8 → again where the offset was wrong → statistics → scale → dE, dW → what large exponentials lack."""
 
 import math
 from functools import lru_cache
@@ -19,10 +19,10 @@ from t1lib.heads.options import need_workspace
 
 SAMPLE = 128  # one of so many columns is looked at for a row's offset
 BLOCK = 256  # tokens of a tile of dE
-SPLITS = 64  # the most ranges of the vocabulary in which exponentials are made
+SPLITS = 64  # the most ranges that the vocabulary is divided into for the exponentials
 PARTS = 8  # the most partial sums of dE
 RANGES = 8  # the most ranges of classes in which dE is made: each takes a launch, and a copy of its part of the weight
-UNIT = 4  # steps that a tile's results take, measured on an H100 as the two below
+UNIT = 4  # steps to finish a tile; this and the next two were measured on an H100
 LAUNCH = 30
 COPY = 1.3e-6  # steps per element of the weight
 LARGE_BYTES = 32 * SLOTS.value  # per row: a sort's keys, order, and copies of both
@@ -45,8 +45,8 @@ def layout(shape: Shape, plan: Plan) -> dict[str, Buffer]:
 
 @lru_cache(maxsize=1024)
 def plan(shape: Shape, workspace: int | None, units: int) -> Plan:
-    """The fastest plan that fits, of those with the fewest chunks or up to two more; `T1Error` with the least workspace
-    if none fits."""
+    """The fastest plan of those that fit and have one of the three largest capacities among them; `T1Error` with the
+    least workspace if none fits."""
     default = fused_plan.DEFAULT_WORKSPACE + fused_plan.TOKEN_BYTES * shape.tokens + shape.copies
     budget, blocks = default if workspace is None else workspace, max(ceil(shape.tokens, BLOCK), 1)
     fit = []
@@ -68,7 +68,7 @@ def plan(shape: Shape, workspace: int | None, units: int) -> Plan:
 
 
 def cost(shape: Shape, found: Plan, ranges: int, units: int) -> float:
-    """Of dE, dW and the weight's copies, in steps: the time of 128 × 256 × 128 on one processor."""
+    """Time of dE, dW and the weight's copies, in steps: a product of 128 × 256 × 128 on one multiprocessor."""
     blocks = ceil(shape.hidden, 128) * (found.capacity // BLOCK)
     unit = ceil(ceil(found.columns, 128), found.parts) + UNIT
     de = ranges * (ceil(blocks * found.parts, units) * unit + LAUNCH) * shape.de
@@ -85,9 +85,9 @@ def bytes_needed(shape: Shape, found: Plan) -> int:
 
 
 class Tail(Pass):
-    """A chunk whose exponentials are in FP8. gain_w: by how much the weight is multiplied for that."""
+    """A pass with exponentials in FP8. gain_w: what the weight is multiplied by before it is rounded to FP8."""
 
-    splits_from = 16  # so that few programs do not take long for the few blocks that are computed again
+    splits_from = 16  # so that the few blocks that are computed again keep enough programs busy
 
     def __init__(self, o: Operands) -> None:
         found = plan(o.shape, o.opts.settings.workspace, o.device.units)
@@ -108,13 +108,13 @@ class Tail(Pass):
         self.flag.zero_()
         self.logits(self.e4m3)
         self.launch(large.find, self.size, TILES=8, REDO=False)
-        for _ in range(2):  # rows whose offset was wrong: after an overflow it is only near the right one
+        for _ in range(2):  # rows with a wrong offset; twice, as after an overflow the first correction is only near
             self.offsets(self.splits, 0)
             self.logits(self.e4m3, redo=True)
             self.launch(large.find, self.size, TILES=8, REDO=True)
             self.flag.zero_()
         self.launch(rows.finish_rows, self.size, splits=self.splits, SPLITS=next_power_of_2(self.splits))
-        # −1 stays −1
+        # targets by their place in z; −1 stays −1
         self.launch(rows.scale_rows, self.size, packed_target=tail.place_of.fn(self.packed_target))
 
     def input_gradient(self) -> None:
@@ -142,13 +142,13 @@ class Tail(Pass):
         )  # fmt: skip
 
     def products(self, a: Tensor, b: Tensor, out: Tensor, gain: Tensor, **given) -> None:
-        """a: bytes, two of which are one number to the kernel; b: e4m3"""
+        """a: bytes, which the kernel reads in pairs, as numbers of 16 bits; b: e4m3"""
         given |= dict(a=boxes(a.view(torch.int16), 128, 64), b=boxes(b, 256), out=out, stride=out.stride(0), gain=gain)
         self.launch(tail.products, self.o.device.units, S=STAGES, num_warps=4, **given)
 
     def large_entries(self) -> None:
         size, found = self.size, self.large
-        self.count.bitwise_and_(large.OVER.value - 1)  # too many are left in rows that are not numbers
+        self.count.bitwise_and_(large.OVER.value - 1)  # clear OVER, which only rows that are not numbers still have
         self.launch(large.row_terms, size, BLOCK=next_power_of_2(self.hidden), num_warps=4)
         if self.dw is not None:
             classes, order = torch.sort(found[:size].view(-1), stable=True)
@@ -174,5 +174,5 @@ def early(o: Operands) -> Tail:
 
 
 def gain_of(top: Tensor) -> Tensor:
-    """What makes the largest number 448; no infinity from zeros."""
+    """The factor that scales the largest number to 448; finite even if all are 0."""
     return tail.LARGEST.value / top.float().clamp(min=1e-30)

@@ -116,13 +116,13 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
 
 
 def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> Any:
-    """Run the model's forward, `call`, with `_Logits` in place of its output layer; it divides a sum by `items`."""
+    """Run the model's forward, `call`, with `_Logits` as output layer. items: what it divides a sum of losses by."""
     layer, name, losses = lm.get_output_embeddings(), type(lm).__name__, []
     linears = _linears(lm, layer)
     rows = linears[0].out_features  # PEFT's copies for a tied head have their sizes the wrong way round
     logits = _Logits(None, name, layer, linears, patch["options"], losses, rows, items)
     place, key = next((m, n) for m in lm.modules() for n, child in m._modules.items() if child is layer)
-    with _instead((place, key, logits), (lm, "_loss_function", patch["loss"])):  # compiled code is guarded by that one
+    with _instead((place, key, logits), (lm, "_loss_function", patch["loss"])):  # torch.compile guards on the latter
         outputs = call()
     require(bool(losses), f"{name} asks for no cross-entropy of what its output layer returns")
     pairs = outputs.items() if isinstance(outputs, dict) else enumerate(outputs)  # a ModelOutput is a dict
@@ -132,7 +132,7 @@ def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> A
 
 @contextmanager
 def _instead(*entries: tuple[nn.Module, str, Any]) -> Iterator[None]:
-    """Within the block, hide attributes of modules by entries in __dict__: what is registered stays registered."""
+    """Within the block, shadow modules' attributes by entries in __dict__; registered modules stay registered."""
     before = [module.__dict__.get(name) for module, name, _ in entries]
     for module, name, value in entries:
         module.__dict__[name] = value
@@ -146,7 +146,7 @@ def _instead(*entries: tuple[nn.Module, str, Any]) -> Iterator[None]:
 
 
 def _linears(lm: nn.Module, layer: nn.Module | None) -> list[nn.Linear]:
-    """The output layer, or those that PEFT's `modules_to_save` chooses from; refuses others, such as LoRA's."""
+    """The output layer, or those that PEFT's `modules_to_save` chooses from. `T1Error` for others, such as LoRA's."""
     name, peft = type(lm).__name__, type(layer).__name__ == "ModulesToSaveWrapper"
     require(layer is not None, f"{name} has no output layer; patch_head takes a causal language model")
     linears = [layer.original_module, *layer.modules_to_save.values()] if peft else [layer]
@@ -163,8 +163,8 @@ def _linears(lm: nn.Module, layer: nn.Module | None) -> list[nn.Linear]:
 
 @dataclass(eq=False)
 class _Logits:
-    """Logits not computed: z = `scale` · layer(`hidden`), or `cap` · tanh(z); the first `columns` of them. Without
-    `hidden` it stands in for the layer: a call notes them."""
+    """Logits not yet computed: the first `columns` of z = `scale` · layer(`hidden`), or of `cap` · tanh(z). Without
+    `hidden` it stands in for the output layer: calling it returns a record of the hidden states."""
 
     hidden: Tensor | None
     owner: str
@@ -176,7 +176,7 @@ class _Logits:
     items: Any  # what the model divides a sum of losses by
     scale: float = 1.0
     cap: float | None = None
-    cast: torch.dtype | None = None  # what the model casts them to, which only those returned to the caller show
+    cast: torch.dtype | None = None  # what the model casts them to: applied only to logits for the caller
 
     weight = property(lambda self: self.layer.weight)  # Mamba casts to its dtype
     shape = property(lambda self: torch.Size((*self.hidden.shape[:-1], self.columns)))
@@ -211,7 +211,7 @@ class _Logits:
         options, target = {"linear_bias": bias, "softcap": self.cap, **options}, target.to(weight.device)
         if self.items is None or options.get("reduction") != "sum":
             return heads.linear_cross_entropy(hidden, weight, target, **options)
-        # the division reaches the gradients before they are rounded to 16 bits, and is undone in the loss
+        # divide through token_weight, so that gradients are divided before rounding to 16 bits; undo it in the loss
         number = torch.as_tensor(self.items, dtype=torch.float32, device=weight.device)
         share = number.reciprocal().expand(target.shape)
         return heads.linear_cross_entropy(hidden, weight, target, token_weight=share, **options) * number

@@ -30,7 +30,7 @@ class HeadStats(NamedTuple):
 
     lse: Tensor  # log-sum-exp of the token's logits
     logprob: Tensor  # log-probability of the target, not weighted
-    correct: Tensor  # whether no logit exceeds the target's; with head `fused`, by 1e-6 of its size, or of 1
+    correct: Tensor  # whether no logit exceeds the target's (head `fused`: by more than 1e-6 of its size or 1)
 
 
 class Tensors(NamedTuple):
@@ -173,8 +173,8 @@ class Options:
 
 
 def on_flat_operands(compute: Callable) -> Callable:
-    """Decorator: make an entry of `HEADS` of `compute(e, w, b, opts, *, own options)`, which takes checked, flat, cast
-    operands e (N, D), w (V, D), b (V) or None; hidden states of ignored tokens are 0, as not even NaN may get on."""
+    """Decorator: turn `compute(e, w, b, opts, *, own options)` into an entry of `HEADS`. It gets checked, flat and cast
+    operands e (N, D), w (V, D), b (V) or None. Hidden states of ignored tokens are 0: not even nan may get through."""
 
     @functools.wraps(compute)
     def head(tensors: Tensors, settings: Settings, **own: Any) -> tuple[Tensor, HeadStats | None]:
@@ -251,7 +251,7 @@ def check_settings(given: Settings) -> Settings:
 
 
 def _check_shapes(tensors: Tensors, classes: int, same_dtype: bool) -> None:
-    """Require what `linear_cross_entropy` documents, for so many classes in all. same_dtype: as in `Options`."""
+    """Require shapes and dtypes as `linear_cross_entropy` documents them. classes, same_dtype: as in `Options`."""
     e, w, target, *_ = tensors
     shape, lead = tuple(e.shape), tuple(e.shape[:-1])
     require(len(shape) >= 1 and shape[-1] >= 1, f"input must have shape (…, D) with D >= 1, got {shape}")
@@ -276,8 +276,8 @@ def _check_shapes(tensors: Tensors, classes: int, same_dtype: bool) -> None:
 
 
 def check_range(opts: Options, in_range: Tensor | None = None) -> None:
-    """Raise `T1Error` for a target out of range, on CUDA a device-side assertion. in_range: () bool, whether all are
-    in it, as a kernel found."""
+    """Raise `T1Error` for a target out of range; on CUDA, a device-side assertion. in_range: () bool, whether all
+    targets are in range, where a kernel has checked that already."""
     flat, ignored = opts.target, opts.settings.ignore_index
     if in_range is None or not flat.is_cuda:
         wrong = (flat != ignored) & ((flat < 0) | (flat >= opts.classes))
@@ -302,8 +302,8 @@ def need_workspace(workspace: int | None, least: int, head: str) -> None:
 
 
 def require_plain_backward(head: str, upstream: Tensor | None, grouped: bool = False) -> None:
-    """Raise a `T1Error` in a backward under create_graph=True, when grad mode is on, and in one of a batch of upstream
-    gradients. grouped: under a group."""
+    """Raise a `T1Error` in a backward with create_graph=True (then grad mode is on) or with a batch of upstream
+    gradients. grouped: whether the call was given a process group."""
     advice = "nor has any other under a group" if grouped else 'use head "full"'
     require(not torch.is_grad_enabled(), f'head "{head}" has no second derivative (create_graph=True); {advice}')
     batched = type(upstream) is Tensor and is_legacy_batchedtensor(upstream)

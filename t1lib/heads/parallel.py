@@ -43,16 +43,16 @@ def linear_cross_entropy(
     input, target       the same on every rank; targets are indices into the whole vocabulary
     sequence_parallel   if True, input, target and token_weight hold each rank's own tokens, the same number on every
                         rank, in rank order; so do per-token losses, statistics and dE. "mean" and "sum" are over all
-    linear_weight       (rows, D): the rank's classes, one at least, which follow those of the lower ranks. Of a DTensor
-                        that is sharded by rows, pass `to_local()`, whose gradient reaches it
+    linear_weight       (rows, D): the rank's classes, at least one, which follow those of the lower ranks. Of a DTensor
+                        that is sharded by rows, pass `to_local()`: the gradient reaches the DTensor
     linear_bias         (rows)
     weight              (V) for the whole vocabulary, all ranks' rows together; the same on every rank
     workspace           per rank; the hidden states gathered under sequence_parallel are not counted
 
     Unless losses are per rank (sequence_parallel with "none"), every rank returns the same loss and must call
-    backward with the same upstream gradient. dE is summed over the ranks in float32 (or float64). The first time
-    that a rank makes a call (by shapes, dtypes and options), the ranks compare it: `T1Error` on every rank if it
-    differs, or for anything not allowed. Later a rank that differs waits for the backend's timeout. Source:
+    backward with the same upstream gradient. dE is summed over the ranks in float32 (or float64). The first time that a
+    rank makes a call with these shapes, dtypes and options, all ranks compare theirs: `T1Error` on every rank if they
+    differ, or for anything not allowed. After that, a rank whose call differs waits for the backend's timeout. Source:
     Megatron-LM (Shoeybi et al. 2019, section 3)."""
     ready = dist.is_available() and dist.is_initialized()
     require(ready, "torch.distributed is not initialised; call torch.distributed.init_process_group first")
@@ -87,8 +87,8 @@ def linear_cross_entropy(
 
 @torch.compiler.disable
 def _agree(group: ProcessGroup, called: dict[str, Any], error: str | None, rows: int) -> tuple[int, ...]:
-    """Compare a call that this rank makes for the first time; return how many weight rows each rank holds. Raises
-    `T1Error` on every rank: for the first `error`, or a fact that differs."""
+    """Compare a call with the other ranks' when this rank first makes it; return how many weight rows each rank holds.
+    Raises `T1Error` on every rank: for the first rank's `error`, or for a fact that differs."""
     known, key = AGREED.setdefault(group, {}), repr((called, rows))
     if error is None and key in known:
         return known[key]
@@ -123,7 +123,7 @@ def require_backend(group: ProcessGroup, device: str) -> None:
 
 
 def _described(value: Any, name: str) -> Any:
-    """What must agree about a tensor, a shard's rows left out. Kernels need a copy if its last stride is not 1."""
+    """What ranks must agree on about a tensor; not a shard's rows. Kernels copy it if its last stride is not 1."""
     if value is None:
         return None
     shape = ("rows", *value.shape[1:]) if name in ("linear_weight", "linear_bias") else tuple(value.shape)

@@ -1,9 +1,9 @@
 """Triton kernels. Those of this file multiply large tensors by factors that only the device knows, rounding once;
-PyTorch's own for mixtures of 16 and 32 bits, used without Triton or on a CPU, take three to four times as long (622 MB
+PyTorch's own, used without Triton or on a CPU, take three to four times as long where 16 and 32 bits are mixed (622 MB
 on an H200: 1.2 ms, not 0.3).
 
-The others are head `fused`'s. Tokens are taken **in order**, those that count first, in **chunks** of at most
-`capacity` rows, the one at hand from position `start` on. A chunk's hidden states are **packed**, with zero rows after
+The other files hold head `fused`'s. Tokens are taken **in order**, those that count first, in **chunks** of at most
+`capacity` rows; the current one begins at `start`. A chunk's hidden states are **packed**, with zero rows after
 the last token that counts, up to a whole tile. Only the device knows how many count (`number`): the host never waits
 for it. `row` (fields, tokens) float32 holds what is known of each token, in order (`tiles.FIELDS`). Logits are in units
 of log 2 (`z2` = z / ln 2), so that an exponential is one instruction."""

@@ -1,6 +1,6 @@
-"""The logits of a chunk on Hopper, in Gluon: one warp copies tiles in, two warpgroups multiply and finish them, each
-half of a tile's rows: while one finishes its half (exponentials, rounding, the way out), the other one multiplies.
-Operands and results, of 16 bits, come in boxes: half a tile's rows, a quarter of its columns for results."""
+"""The logits of a chunk on Hopper, in Gluon: one warp copies tiles in; two warpgroups multiply and finish them, each
+half of a tile's rows. While one finishes its half (exponentials, rounding, the copy out), the other one multiplies.
+x and z move in boxes of half a tile's rows, 16-bit results a quarter of its columns at a time; w in whole tiles."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,7 +26,7 @@ FROM = gl.constexpr(432.0)  # from here on e4m3 rounds to 448, its largest numbe
 
 @gluon.jit
 def ring_of(a, b, S: gl.constexpr):
-    """The ring: shared memory for S boxes of the descriptors, A's halves and B; and barriers for full and for empty."""
+    """A ring of S stages in shared memory: boxes for A's halves and for B, and the barriers `full` and `empty`."""
     a0 = gl.allocate_shared_memory(a.dtype, [S] + a.block_shape, a.layout)
     a1 = gl.allocate_shared_memory(a.dtype, [S] + a.block_shape, a.layout)
     b0 = gl.allocate_shared_memory(b.dtype, [S] + b.block_shape, b.layout)
@@ -86,8 +86,8 @@ def _put(target, row, column, buffer, value):
 
 @gluon.jit
 def _put_tile(target, row, column, buffers, value):
-    """Write a (64, N) tile, in four pieces that take turns in two buffers; of 8 bits (`tail`), in two, every 16 columns
-    in the order of `tail.place_of`."""
+    """Write a (64, N) tile in four pieces, which take turns in two buffers; in 8 bits (`tail`), in two pieces, with
+    every 16 columns in the order of `tail.place_of`."""
     Q: gl.constexpr = value.shape[1] // 4
     if target.dtype == gl.float8e4nv:
         value = value.reshape((64, Q // 4, 2, 4, 2)).permute((0, 1, 3, 2, 4)).reshape((64, 4 * Q))
@@ -106,7 +106,7 @@ def _put_tile(target, row, column, buffers, value):
 
 @gluon.jit
 def _reciprocal(x):
-    """Of numbers from 1 to infinity, to the last bit but one: a plain division also looks at how large they are."""
+    """1 / x for x from 1 to infinity, right to the last bit but one; a plain division also checks how large x is."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 

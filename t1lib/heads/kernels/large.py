@@ -1,4 +1,4 @@
-"""Beside the tail in FP8: each row's offset, so that few exponentials are large, and what the large ones add."""
+"""For the tail in FP8: each row's offset, so that few exponentials are large, and what large ones add to dE and dW."""
 
 import triton
 import triton.language as tl
@@ -7,10 +7,10 @@ from t1lib.heads.kernels import tiles
 from t1lib.heads.kernels.logits import HEADROOM
 from t1lib.heads.kernels.tail import LARGEST, MARK, index_at
 
-SHARE = tl.constexpr(40)  # an exponential is large above 1 / SHARE of what its row sums up to, its largest one aside
+SHARE = tl.constexpr(40)  # an exponential is large if it is above 1 / SHARE of its row's sum without the largest one
 WRONG = tl.constexpr(16)  # factor by which an offset may be too large
-SLOTS = tl.constexpr(256)  # the most large ones of a row: with the right offset it has at most SHARE · 448 / 432 + 2
-OVER = tl.constexpr(512)
+SLOTS = tl.constexpr(256)  # most large ones kept per row; with the right offset there are at most SHARE · 448 / 432 + 2
+OVER = tl.constexpr(512)  # added to the count of a row that has more large ones than SLOTS
 NOWHERE = tl.constexpr(2**31 - 1)  # the class of a slot without an entry
 
 
@@ -19,10 +19,10 @@ def offsets(
     row, sums, count, flag, number, tokens, start, size, capacity, splits, every,
     M: tl.constexpr, SPLITS: tl.constexpr, GUESS: tl.constexpr,
 ):  # fmt: skip
-    """Program per row: offset ← one for which exponentials are large above 1 / SHARE of their sum, their largest one
-    and the target's aside. GUESS: from the sums over one of `every` columns, whose largest may or may not stand for
-    `every` others: between the two, nearer to the latter. Else only where a row has too many large ones, or its offset
-    is too large by more than WRONG, and the block's flag is set."""
+    """Program per row: offset ← one for which exponentials are large above 1 / SHARE of their sum, not counting the
+    largest one and the target's. GUESS: from sums over one of `every` columns, whose largest may or may not stand for
+    `every` others; the guess is between the two, nearer to the latter. Otherwise only for rows with too many large
+    ones, an overflow, or an offset too large by a factor above WRONG, whose block's flag is set."""
     i = tl.program_id(0)
     if i >= tiles.live_rows(number, start, size):
         return
@@ -59,9 +59,9 @@ def find(
     z, marks, packed_target, large, excess, count, flag, number, start, size, width, z_stride,
     M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, REDO: tl.constexpr,
 ):  # fmt: skip
-    """Program per row: large (size, SLOTS) ← the classes of z's entries that are MARK, but for the target, the rest
-    NOWHERE; count (size), OVER more if there are more than SLOTS. `marks` says in which tiles of N columns there are
-    some: these are listed in `excess`, and looked through TILES at a time. REDO: only in blocks whose flag is set."""
+    """Program per row: large (size, SLOTS) ← classes of z's entries that are MARK, but for the target, then NOWHERE;
+    count (size) ← their number, plus OVER if there are more than SLOTS. `marks` tells which tiles of N columns have
+    some: those are listed in `excess` and searched TILES at a time. REDO: only in blocks whose flag is set."""
     i = tl.program_id(0)
     if REDO:  # noqa: SIM102 - a constant: `and` would read the flag in any case
         if tl.load(flag + i // M) == 0:
@@ -101,7 +101,7 @@ def row_terms(
     large, count, excess, x, w, row, de, tokens, start, hidden, x_stride, w_stride, de_stride, softcap,
     BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Program per row: de += Σ more · w, by which its large exponentials exceed LARGEST; excess ← more · scale."""
+    """Program per row: de += Σ more · w; excess ← more · scale. more: by what a large exponential exceeds LARGEST."""
     i = tl.program_id(0)
     found = tl.load(count + i)
     if found == 0:
@@ -131,7 +131,7 @@ def row_terms(
 
 @triton.jit
 def _terms(entry, some, excess, x, d, inside, x_stride):
-    """Of entries: excess · x (entries, columns d)."""
+    """(entries, columns d): each entry's excess times its row of x."""
     factor = tl.load(excess + entry, mask=some, other=0.0)
     where = x + (entry // SLOTS).to(tl.int64)[:, None] * x_stride + d[None, :]
     value = tl.load(where, mask=some[:, None] & inside[None, :], other=0.0).to(tl.float32)
@@ -151,9 +151,9 @@ def class_terms(
     classes, order, entries, excess, x, dw, slot, frequent_sums, hidden, x_stride, dw_stride, frequent_sums_stride,
     HEIGHT: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dw[v] += Σ excess · x over the large entries of class v. `classes` are sorted, `order` are their slots, the first
-    `entries` hold something. Items (HEIGHT positions, block of columns) are dealt to the programs, which do all of each
-    class that begins among these positions: of the last one MORE at a time."""
+    """dw[v] += Σ excess · x over the large entries of class v. classes: sorted, the first `entries` not NOWHERE; order:
+    their slots. Items (HEIGHT positions, block of columns) are dealt to the programs. An item does every class that
+    begins among its positions, all of it: what the last one has beyond them, MORE entries at a time."""
     last = tl.load(entries).to(tl.int32)
     blocks = tl.cdiv(hidden, BLOCK)
     for item in range(tl.program_id(0), tl.cdiv(last, HEIGHT) * blocks, tl.num_programs(0)):

@@ -9,7 +9,7 @@ from t1lib.heads.kernels import tiles
 
 HEADROOM = tl.constexpr(96.0)  # largest z2 − offset whose exponential and its sums are far from float32's end
 NEVER = tl.constexpr(3e38)  # offset of a row without a token: its exponentials are 0
-LEAD = tl.constexpr(32.0)  # the offset lies so much above the target's logit, which no row's maximum is below
+LEAD = tl.constexpr(32.0)  # how far the first offset is above the target's logit, which no row's maximum is below
 
 
 class Flags(NamedTuple):
@@ -25,8 +25,8 @@ def target_logits(
     e, w, bias, order, target, row, number, tokens, hidden, e_row, e_column, w_stride, softcap,
     M: tl.constexpr, K: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program per M tokens in order: at ← z2 of the token's target; offset ← the first guess of its exponentials'. The
-    diagonal of a small product, so that it adds up as in `logits`, which need not look for it then."""
+    """Program per M tokens in order: at ← z2 of the token's target; offset ← a first guess at that of its exponentials.
+    z2 is on the diagonal of a small product: so it is summed as in `logits`, which then need not look for it."""
     i = tl.program_id(0) * M + tl.arange(0, M)
     live = i < tl.load(number)
     token = tl.load(order + i, mask=live, other=0)
@@ -59,7 +59,7 @@ def settled_offset(highest, guess):
 
 @triton.jit
 def work_of(live, size, held, splits, group, flag, M: tl.constexpr, N: tl.constexpr, FLAGS: tl.constexpr):
-    """Whether this program has tiles; and its row block, range of the vocabulary, tiles as a range; blocks, across."""
+    """Whether this program has tiles to do; (row block, part of the vocabulary, range of tiles; blocks, across)."""
     across = tl.cdiv(held, N)
     m, split = tiles.grouped(tl.program_id(0), tl.cdiv(size, M), splits, group)
     blocks = tl.cdiv(live, M)
@@ -109,8 +109,8 @@ def gradients(z2, softcap, slope, columns, y, factors, even, class_weight, vocab
 
 @triton.jit
 def exponentials(logits, softcap, slope, unit, columns, shift, found, class_weight, vocab, FLAGS: tl.constexpr):
-    """A tile of 2^(z2 − offset), times the softcap's slope, where z2 = `unit` · logits; and what is `found` of a row:
-    their sum, the largest logit, and Σ c · logits."""
+    """A tile of 2^(z2 − offset), times the softcap's slope, where z2 = `unit` · logits; and `found` with this tile
+    added: for each row, their sum (without the slope), the largest logit, and Σ c · logits."""
     total, top, pull = found
     if FLAGS.even_share:
         pulled = logits
@@ -131,7 +131,7 @@ def exponentials(logits, softcap, slope, unit, columns, shift, found, class_weig
 
 @triton.jit
 def store_sums(out, step, found, unit, shift, flag, FLAGS: tl.constexpr):
-    """Store what `exponentials` found, `step` apart, and set `flag` where one of them may have been too large."""
+    """Store what `exponentials` found, `step` apart, and set `flag` if an exponential may have overflowed."""
     total, top, pull = found
     top *= unit
     tl.store(out, total)
@@ -151,11 +151,11 @@ def logits(
     x_stride, w_stride, z_stride, FLAGS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x (capacity, hidden) packed hidden states; w (vocab, hidden); z (capacity, held): columns of w's rows from
-    `first` on. Exponentials: program (row block, one of `splits` ranges of the vocabulary), as `tiles.grouped` orders:
-    sums (3, splits, capacity) ← Σ 2^(z2 − offset), max z2, Σ c z2 of its rows. z, if given, ← `exponentials`. With a
-    fixed offset one scale per row holds for all of z; where it was too small, `flag` is set, and a second launch
-    (FLAGS.redo) makes those rows again from their largest logit.
+    """x (capacity, hidden) packed hidden states; w (vocab, hidden); z (capacity, held): its columns are w's rows from
+    `first` on. Exponentials: program (row block, one of `splits` ranges of the vocabulary), in `tiles.grouped` order:
+    sums (3, splits, capacity) ← Σ 2^(z2 − offset), max z2, Σ c z2 of its rows. z, if given, ← `exponentials`. As the
+    offset is fixed, one scale per row holds for all of z; where it was too small, `flag` is set, and a second launch
+    (FLAGS.redo) computes those row blocks again, with `settled_offset`.
     FLAGS.gradient, once the log-sum-exp is known: persistent programs, tile after tile: z ← `gradients`."""
     live = tiles.live_rows(number, start, size)
     needed, work = work_of(live, size, held, splits, group, flag, M, N, FLAGS)

@@ -8,7 +8,7 @@ from t1lib.heads.kernels import tiles
 
 @triton.jit
 def counted(which, every, pid):
-    """How many programs these are, and how many of them come before this one."""
+    """How many programs `which` selects, and how many of them come before program `pid`."""
     return tl.sum(which.to(tl.int32), 0), tl.sum((which & (every < pid)).to(tl.int32), 0)
 
 
@@ -20,14 +20,14 @@ def products(
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ENDS: tl.constexpr, ADD_DE: tl.constexpr, ADD_DW: tl.constexpr,
     PIECES_DE: tl.constexpr, PIECES_DW: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Persistent programs: first whole units of dE, long and all at the same columns; then tiles of dW, evenly dealt:
-    programs with less of dE take so many tiles first that all end together.
-    z (capacity, held): columns of w's rows from `first` on. zt (capacity, z_width): z in the transposed product's
-    tiles; from column `beyond` on copies of the frequent targets' columns, for frequent_sums instead of dW.
+    """Persistent programs: first whole units of dE, long and all at the same columns; then tiles of dW. Of these,
+    programs that had less of dE first take as many as let all end together; the rest is dealt evenly.
+    z (capacity, held): its columns are w's rows from `first` on. zt (capacity, z_width): z in the transposed product's
+    tiles; from column `beyond` on, copies of the frequent targets' columns, for frequent_sums instead of dW.
     de (parts · capacity, hidden) float32: one sum for each of `parts` ranges of columns. dw (vocab, hidden).
     group_de row blocks of dE, and group_dw column blocks of dW, go through all columns and all rows together.
     even_sum: dw −= c ⊗ even_sum (label smoothing); c is 1 without class weights.
-    ENDS: 2 if the last columns come in tiles of N / 2, as w_end and x_end are w and x; PROGRAMS: no power of 2 less."""
+    ENDS: 2 if the last columns come in tiles of N / 2, from w_end and x_end. PROGRAMS: the next power of 2."""
     pid = tl.program_id(0)
     grid = tl.num_programs(0)
     rows = tiles.live_rows(number, start, size)
@@ -63,7 +63,7 @@ def products(
         fewer = tl.where(every < grid, (tl.max(load, 0) - load) // (inner + 3), 0)  # 3: an epilogue
         idle, place = counted(fewer > 0, every, pid)
         fewer = tl.minimum(fewer, down * across // tl.maximum(idle, 1))
-        low = tl.min(tl.where(fewer > 0, fewer, 1 << 30), 0)  # so many times all of these take turns; then the idlest
+        low = tl.min(tl.where(fewer > 0, fewer, 1 << 30), 0)  # turns that all idle programs take; then only the idlest
         idlest, idlest_place = counted(fewer > low, every, pid)
         mine = tl.sum(tl.where(every == pid, fewer, 0), 0)
         ahead = tl.sum(fewer, 0)
@@ -107,9 +107,9 @@ def target_rows(
     dw, db, frequent_sums, e, order, target, segment_end, row, slot, place, number, tokens, hidden, e_row, e_column,
     frequent_sums_stride, dw_stride, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, block of columns): with `place` for the frequent target h, whose tokens begin at position place[h],
-    dw[y] ← frequent_sums[h] + Σ_{n: y_n = y} τ_n e_n; else, where a target that is none begins at position h, dw[y] +=
-    Σ τ_n e_n. db[y] += Σ τ_n. Positions are sorted by target (−1: another shard's). HEIGHT: tokens at a time."""
+    """Program (h, block of columns). With `place`: for the frequent target h, whose tokens begin at position place[h],
+    dw[y] ← frequent_sums[h] + Σ_{n: y_n = y} τ_n e_n. Without: if a target that is not frequent begins at position h,
+    dw[y] += Σ τ_n e_n. db[y] += Σ τ_n. Positions are sorted by target (−1: another shard's). HEIGHT: tokens at once."""
     h = tl.program_id(0)
     if h >= tl.load(number):
         return

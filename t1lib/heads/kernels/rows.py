@@ -1,4 +1,4 @@
-"""What is done once per call, which would be some fifty launches of PyTorch's (order, factors); and per row of a chunk:
+"""Kernels that run once per call (order, factors; in PyTorch these would be some fifty launches) or per row of a chunk:
 packing hidden states, finishing statistics and factors, writing dE, sums for dBias."""
 
 import triton
@@ -13,9 +13,9 @@ def sort_keys(
     token_target, token_weight, whole_class_weight, key, number, denominator, in_range, tokens, ignore_index, classes,
     BY_TARGET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program. key (tokens) ← what tokens are sorted by, so that ignored ones come last: BY_TARGET their target, or
-    `classes` if ignored; else 0, or 1. number ← how many tokens count; denominator ← the sum of their weights, times
-    those of their targets' classes; in_range ← whether their targets are classes."""
+    """One program. key (tokens) ← what tokens are sorted by, so that ignored ones come last: their targets, of
+    ignored ones `classes` (BY_TARGET); or 0, of ignored ones 1. number ← how many count; denominator ← the sum of their
+    token weights times their targets' class weights; in_range ← whether their targets are in [0, classes)."""
     count = 0
     total = 0.0
     wrong = 0
@@ -101,7 +101,7 @@ def pack(
 def finish_rows(
     row, sums, number, tokens, start, size, capacity, splits, SPLITS: tl.constexpr, EVEN_SHARE: tl.constexpr
 ):
-    """Program per row: combine the parts of the vocabulary to the token's statistics."""
+    """Program per row: combine the results of the parts of the vocabulary into the token's statistics."""
     i = tl.program_id(0)
     if i >= tiles.live_rows(number, start, size):
         return
@@ -151,7 +151,7 @@ def scale_rows(
         t = tl.load(here + tiles.AT * tokens, mask=live, other=0.0) / (softcap * tiles.LOG2E)
         own *= 1.0 - t * t
     scale = a * tl.exp2(-log_total)
-    # without a target here another shard of the vocabulary has it, and nobody takes this τ
+    # if y < 0, another shard of the vocabulary has the target, and this τ is not used
     tl.store(z + i.to(tl.int64) * z_stride + y, tl.zeros([], z.dtype.element_ty), mask=live & (y >= 0))
     tl.store(here + tiles.SCALE * tokens, scale, mask=live)
     tl.store(here + tiles.TAU * tokens, own, mask=live)
@@ -176,8 +176,8 @@ def finish_input_gradient(
     number, tokens, start, size, capacity, hidden, parts, de_stride, out_stride, w_stride,
     BLOCK: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of columns): sum the parts; with SCALED apply row scale, w_y and the even share; place it, if
-    PACKED in the chunk's row of `out` instead of the token's; 0 for an ignored one."""
+    """Program (row, block of columns): sum the parts; if SCALED, apply the row's scale, add τ w_y and subtract the even
+    share; write to the token's row of `out` or, if PACKED, to the chunk's. Ignored tokens get 0."""
     i = tl.program_id(0)
     live = i < tiles.live_rows(number, start, size)
     here = row + start + i

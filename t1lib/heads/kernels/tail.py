@@ -16,7 +16,7 @@ from t1lib.heads.kernels import tiles
 from t1lib.heads.kernels.hopper import async_load, ring_of
 
 LARGEST = tl.constexpr(448.0)  # of e4m3
-MARK = tl.constexpr(0x7E)  # its code: of all exponentials that are as large or larger
+MARK = tl.constexpr(0x7E)  # its code, which all exponentials as large or larger get
 
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))  # of a (64, 64) product
 OPERAND = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 4))
@@ -43,7 +43,7 @@ BY_TOKEN = gl.constexpr(
 
 @triton.jit
 def place_of(i):
-    """Where index i of a sum stands among its 16: bit 3 goes before bit 1."""
+    """The place of index i of a sum among its 16: bit 3 moves to bit 1; bits 1 and 2 move up."""
     return (i & ~14) | ((i >> 2) & 2) | ((i & 6) << 1)
 
 
@@ -72,8 +72,8 @@ def narrow_hidden(
     x, x8, row, gain, number, tokens, start, size, capacity, hidden, x_stride, x8_stride,
     M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x8 (hidden, capacity) ← gain · scale · x, transposed, as the product takes it: tokens as `place_of` says, and of
-    64 hidden columns those first whose results a thread gets one after another."""
+    """x8 (hidden, capacity) ← gain · scale · x, transposed, as the product takes it: tokens in the order of `place_of`,
+    and each 64 hidden columns in an order that gives each thread the results of 16 consecutive ones."""
     i = tl.program_id(0) * M + tl.arange(0, M)
     live = i < tiles.live_rows(number, start, size)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -89,10 +89,10 @@ def narrow_hidden(
 
 @gluon.jit
 def _unit(index, work, BY_ROW: gl.constexpr):
-    """Of a unit: A's tile, B's tile, and its steps as a range."""
+    """Of a unit: A's tile, B's tile, its part of the sum, and that part's steps as a range."""
     _, down, across, part_steps, steps = work
     part = index // (down * across)
-    if BY_ROW:  # all of A's tiles, then the next of B's
+    if BY_ROW:  # A's tiles vary fastest
         m = index % down
         n = index // down % across
     else:
@@ -133,16 +133,16 @@ def _first_operand(a):
 
 @gluon.jit
 def _product(a, b, j: gl.constexpr, into, add):
-    """(64, 64): a times B's j-th 64 rows, over a stage: few enough terms for the tensor cores' sums of 14 bits. It
-    takes the registers of `into`; `add` is never true, but only known when the kernel runs."""
+    """(64, 64): a times B's j-th 64 rows, over one stage: few enough terms for the tensor cores' sums of 14 bits. The
+    result takes the registers of `into`; `add` is always false, though the compiler may not know it."""
     return warpgroup_mma(a, b.slice(64 * j, 64, dim=0).permute((1, 0)), into, use_acc=add, is_async=True)
 
 
 @gluon.jit
 def _multiply(it, steps, a, b, full, empty, HALF: gl.constexpr, S: gl.constexpr):
     """Four (64, 64) sums over `steps` stages, or the first two of them (HALF), in float32 registers. Two products are
-    under way at a time; the third one takes the first one's registers when that is added, which the second wait on c0,
-    like that on c1, is for."""
+    under way at a time. The third takes the first one's registers once that has been added to c0, and the fourth the
+    second one's: the waits on c0 and c1 are for that."""
     c0 = gl.zeros((64, 64), gl.float32, SUMS)
     c1 = gl.zeros((64, 64), gl.float32, SUMS)
     c2 = gl.zeros((64, 64), gl.float32, SUMS)
@@ -186,7 +186,7 @@ def _put_input(de, sums, d, i, rows, hidden, stride, unit, ADD: gl.constexpr):
     inside = (columns < hidden)[:, None] & (tokens < rows)[None, :]
     at = de + tokens.to(gl.int64)[None, :] * stride + columns[:, None]
     sums *= unit
-    if ADD:  # without waiting for what is there: nobody else adds to it
+    if ADD:  # so that nothing waits for the old value; no other program adds to it
         gl.atomic_add(at, sums, mask=inside, sem="relaxed")
     else:
         gl.store(at, sums, mask=inside)

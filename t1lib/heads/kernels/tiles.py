@@ -6,7 +6,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 VARYING = ("tokens", "start", "size", "group", "group_de", "group_dw", "splits", "parts")  # no kernel for each value
-LARGE = 64.0  # softcap from which on tanh(z / softcap) must be right to its last digits, because they are multiplied
+LARGE = 64.0  # from this softcap on, tanh(z / softcap) must be right to its last digits: the softcap multiplies it
 
 # Of a token: z2 of its target; offset of its exponentials 2^(z2 − offset), log2 of their sum (its log-sum-exp is ln 2 ·
 # (offset + log_total)); log-probability of the target; 1 if no logit exceeds its; Σ c_v z_v under label smoothing; r, A
@@ -76,8 +76,8 @@ def reciprocal(x):
 
 @triton.jit
 def capped(z, softcap, PRECISE: tl.constexpr, RECIPROCAL: tl.constexpr):
-    """tanh(z / softcap) and its slope, 1 − tanh²; without a softcap z itself. Right to a few float32 roundings of
-    1, and if PRECISE of the tanh; saturates without overflow."""
+    """tanh(z / softcap) and its slope, 1 − tanh²; without a softcap z itself. The error is a few float32
+    roundings of 1 or, if PRECISE, of the tanh itself; saturates without overflow."""
     if softcap is not None:
         t = 1.0 - 2.0 * RECIPROCAL(tl.exp2(z * (2.0 * LOG2E / softcap)) + 1.0)
         if PRECISE:
