@@ -24,7 +24,7 @@ class Precision:
     masters   "whole": a float32 master of each parameter, moments in float32 (but see `moments`); "split": of the
               master, only those 16 bits that the bfloat16 parameter lacks; None: state in the parameter's dtype
     moments   "float32", or "bfloat16" for AdamW's moments beside a master, with stochastic rounding (rounding to
-              nearest would lose changes of a thousandth, which 8 bits cannot represent)
+              nearest would lose changes of a thousandth: bfloat16 has only 8 significant bits)
     """
 
     masters: str | None = "whole"
@@ -55,8 +55,8 @@ class Precision:
 class OptimizerSpec:
     """An optimizer and its hyperparameters. Defaults are PyTorch's, except for lr and for weight decay, which is off.
 
-    master_weights   `Precision`'s masters: 16-bit parameters have float32 ones, of sgd, too, unless it is None
-    moments          as `Precision`'s; "bfloat16", and masters that are "split", are for adamw alone
+    master_weights   `masters` of `Precision`: 16-bit parameters have float32 ones, also with sgd, unless it is None
+    moments          `moments` of `Precision`; "bfloat16", and masters that are "split", are for adamw alone
     """
 
     name: str = "sgd"
@@ -92,15 +92,15 @@ class OptimizerSpec:
 
 
 def masters_for(dtype: str, split: bool) -> str | None:
-    """`master_weights` for weights of this dtype; split: only the bits that they lack."""
+    """`master_weights` for weights of this dtype. split: whether masters hold only the bits that the weights lack"""
     require(not split or dtype != "float32", "split masters of float32 weights; allowed: of bfloat16 weights")
     return None if dtype == "float32" else "split" if split else "whole"
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A factor of the learning rate by step: linear warmup from 0 over `warmup` steps, then constant, or decay to 0 at
-    the end of `total` steps, linearly or along a cosine."""
+    """The factor on the learning rate at each step: linear warmup over `warmup` steps, then constant, or decay to 0
+    after `total` steps, linearly or along a cosine."""
 
     name: str = "constant"
     warmup: int = 0

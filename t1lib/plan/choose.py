@@ -24,24 +24,24 @@ from t1lib.plan.cost import Choice, choice_of, device_bytes, fsdp_ms, host_bytes
 from t1lib.plan.rates import H200, Machine, device_name, machine_file, measure_machine, this_machine
 from t1lib.plan.work import MODES, Work, in_mode, work_of
 
-# Of the streamed layers, updated by the CPU. Between a quarter and all of them, runs were up to a fifth slower than
+# Shares of the streamed layers that the CPU may update. Between a quarter and all, runs were up to a fifth slower than
 # predicted, as the CPU and the link share the host's memory (H200).
 SHARES = 0.0, 1 / 4, 1.0
-ALIKE = 1.1  # predicted times within this ratio count as equal: they are no better than that
+ALIKE = 1.1  # predicted times within this ratio count as equal: they are no more exact than that
 PROCESS = int(1.5 * GIB)  # host memory that Python, torch and CUDA take
 _ROW = "{:<6} {:<8} {:>10} {:>10} {:>10} {:>10} {:>10}  {}"  # of the command's table
 AT_A_TIME = 2**27  # tokens, more than any device holds; beyond that, the search for head `fused`'s plan takes long
 
 
 def kinds(work: Work) -> Iterator[Choice]:
-    """All choices, each with every number of resident layers (rows) and of kept ones (columns) at once. A third slot
-    helps where updates read the weights."""
+    """All choices, each as a table: every number of resident layers (rows) with every number of layers that keep their
+    activations (columns). A third slot helps where updates read the weights."""
     layers = np.arange(work.layers + 1)
     outers = ("device", "host") if work.outer else ("device",)
     shares = SHARES if work.cuda and work.frozen < work.layers else (float(work.frozen < work.layers),)
     gradients = (2,) if work.together or not work.state else (2, 4, 8)
     weights = (2,) if work.masters else (2, 3)
-    # Beside graphs, whose memory nothing else can use, gradients on the device reserved more than was expected.
+    # Not with graphs: nothing else can use their memory, and gradients on the device reserved more than expected.
     waiting = ("host", "device") if work.together and work.cuda and not work.graphed else ("host",)
     each = product(outers, ("device", "host"), weights, gradients, shares, waiting)
     for outer, inputs, slots, places, share, grads in each:
@@ -51,8 +51,8 @@ def kinds(work: Work) -> Iterator[Choice]:
 def choose_plan(
     work: Work, budget: int, machine: Machine = H200, host: int | None = None, or_least: bool = False
 ) -> Choice:
-    """The fastest choice that reserves no more than `budget` bytes; among equally fast ones, the smallest. It is never
-    slower with a larger budget. Raises `T1Error` if no choice fits, which says the least budget that works.
+    """The fastest choice that reserves no more than `budget` bytes; among equally fast ones, the smallest. A larger
+    budget never gives a slower one. Raises `T1Error` if no choice fits, and names the least budget that works.
 
     host       bytes that the host should hold at most; if every choice needs more, one that needs the least is taken
     or_least   if no choice fits, take the best one that fits into the least budget that works
@@ -71,7 +71,7 @@ def choose_plan(
         f"({in_words(work.workspace)} of it are the output layer's workspace)",
     )
     for choices, expected, most in grids:
-        # A choice must fit with the most that it may reserve; the smallest for each share, where the expected fits.
+        # A choice must fit with the most that it may reserve; the smallest of each share, with the expected bytes only.
         fits = (most <= budget) | ((expected <= max(budget, least)) & (expected == smallest[choices.host_share]))
         if fits.any():
             beyond = np.maximum(host_bytes(work, choices) - (np.inf if host is None else host), 0)
@@ -101,8 +101,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one mode with one head: bytes at the peak, ms per step, what slide keeps where (`choice`), and `why` it does
-    not fit, if it does not. `lacks` says where memory is missing: on the "device", perhaps also on the host, or on the
+    """Prediction for one mode with one head: bytes at the peak, ms per step, what slide keeps where (`choice`), and if
+    it does not fit, `why`. `lacks` says where memory is missing: on the "device" (perhaps on the host, too), or on the
     "host" alone. All numbers are infinite if the head refuses the setting."""
 
     mode: str
@@ -118,7 +118,7 @@ class Prediction:
 
 def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> list[Prediction]:
     """Predict every mode with every head, on a device of `vram` bytes, with `host` bytes beside it (None: no limit).
-    Raises `T1Error` for a setting that no mode can train: positions, sizes."""
+    Raises `T1Error` for a setting that no mode can train, such as rows longer than the model has positions."""
     work, found = work_for(setting), []
     free = None if host is None else host * 9 // 10 - PROCESS
     for mode, head in product(MODES, HEADS):
@@ -165,7 +165,7 @@ def work_for(setting: Setting) -> Work:
 
 def recommended(predictions: Collection[Prediction]) -> Prediction:
     """The fastest prediction that fits; among those about as fast (`ALIKE`), the plainest mode, then the fastest head.
-    Raises `T1Error` if nothing fits, which says what needs the least."""
+    Raises `T1Error` if nothing fits, and names what needs the least."""
     fitting = [p for p in predictions if not p.why]
     if not fitting:
         on_device = [p for p in predictions if p.lacks == "host"]
@@ -174,7 +174,7 @@ def recommended(predictions: Collection[Prediction]) -> Prediction:
         raise T1Error(f"nothing fits; the least is mode {least.mode} with head {least.head}, which needs {need}")
     fastest = min(p.ms for p in fitting)
     near = [p for p in fitting if p.ms <= ALIKE * fastest]
-    return min(near, key=lambda p: (MODES.index(p.mode), p.ms, p.head != DEFAULT_HEAD))  # heads tie where others bind
+    return min(near, key=lambda p: (MODES.index(p.mode), p.ms, p.head != DEFAULT_HEAD))  # heads may tie in ms
 
 
 def plan_command(given: argparse.Namespace) -> int:

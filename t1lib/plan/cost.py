@@ -19,15 +19,15 @@ ROWS = 2048  # rows of an embedding that are gathered and sent ahead of the othe
 GATHERED = 2  # buffers of `ROWS` rows, used in turn
 LEAVING = 2  # latest layer inputs that stay on the device: a copy to the host may take as long as a layer computes
 
-# Of memory.
+# For the prediction of memory.
 BACKWARD = 3.1  # tensors of a layer's inner width that its backward holds beside its saved activations (measured)
 FORWARD = 4  # tensors of that width that the forward of a layer holds if it saves nothing
-NORM = 6, 12  # tensors of the hidden states' size that the last norm holds beside the output layer, and its backward
-# What the allocator reserves per live byte, and in gaps as a share of the largest tensor: as expected, and at most (no
-# run of notebook frontier, of 61, reserved more).
+NORM = 6, 12  # tensors of the hidden states' size that the last norm holds: beside the output layer; in its backward
+# What the allocator reserves per live byte, and in gaps as a share of the largest tensor: as expected, and at most
+# (none of the 61 runs of notebook frontier reserved more).
 EXPECTED, MOST = (1.003, 0.62), (1.03, 1.0)
 
-# Of time.
+# For the prediction of time.
 MOVED = 1.95, 4.1  # bytes moved outside matrix products per saved byte, in a layer's forward and backward (measured)
 AGAIN = 0.88  # share of a layer's forward that is recomputed (measured)
 # Launch times relative to `Machine.launch_ms`: forward and backward of a layer, without and with recomputation; of a
@@ -39,9 +39,9 @@ UPDATE = 2.0  # rate of a fused update on the device, relative to `Machine.memor
 ALONE = 2.5  # rate of updates by a CPU that does nothing else, relative to `Machine.update` (measured)
 BESIDE = 0.08  # share by which the layers' backward slows down if all their state travels beside it (measured)
 # Time of a forward beside which the layers' state travels, relative to the link's own time: without updates by the CPU,
-# and with some, which share the host's memory with it (measured; 10 clipped settings are 3 % off on average)
+# and with some: CPU and link share the host's memory (measured; 10 clipped settings are 3 % off on average)
 CROWDED = 1.05, 1.2
-HELD_UP = 0.1  # share of the host's updates' time by which a backward beside them is longer: launches need its cores
+HELD_UP = 0.1  # how long the host's updates delay a backward, as a share of their time: launches need its cores
 NEAR = 8  # exponent of a smooth maximum, by which two lanes of similar length delay each other (measured)
 
 
@@ -53,18 +53,18 @@ class Choice:
     resident: int = 0  # this many layers stay on the device, with gradients and optimizer state: see `which_stay`
     keep: int = 0  # this many last layers keep their activations; the others are recomputed in the backward
     inputs: str = "device"  # where the inputs of recomputed layers wait for the backward: "device" or "host"
-    # Where embedding, norm and head have their state: "device", or "host", from where it travels beside the forward,
-    # while their weights leave the device during the layers' backward.
+    # Where embedding and head have their optimizer state: on the "device", or on the "host", from where it travels
+    # beside the forward. In the latter case their weights, too, leave the device during the layers' backward.
     outer: str = "device"
     grad_slots: int = 2  # device buffers for layer gradients
     host_share: float = 0.0  # share of the streamed layers that the host's CPU updates, see `updated_by_host`
-    # Where gradients of layers that the device updates wait for the last one, if they have to: on the device they take
-    # the memory that the layers' inputs have left.
+    # Where gradients of layers that the device updates wait for the last gradient, if they have to: "host" or "device",
+    # where they take the memory that the layers' inputs have left.
     grads: str = "host"
 
 
 def choice_of(mode: str, work: Work) -> Choice:
-    """What a mode keeps on the device, slide unless it is told: fsdp two layers' weights, embedding, norm and head."""
+    """What a mode keeps where; for slide, the default. On fsdp's device are two layers, embedding, norm and head."""
     return {
         "gpu": Choice(resident=work.layers, keep=work.layers), "ckpt": Choice(resident=work.layers),
         "slide": Choice(), "fsdp": Choice(outer="host", host_share=1.0),
@@ -77,8 +77,8 @@ def updated_by_host(place: Any, share: float) -> Any:
 
 
 def which_stay(trained: Sequence[bool], resident: int) -> np.ndarray:
-    """Whether each layer stays on the device, if `resident` of them do: frozen ones first, which have no state; of
-    alike ones every n-th for a share of 1/n, the first of each group, so that the link is not idle beside them."""
+    """Whether each layer stays on the device, if `resident` of them do: frozen ones first, which have no state. Of
+    each kind every n-th for a share of 1/n, the first of each group, so that the link is not idle while they run."""
     trained, stay = np.asarray(trained, bool), np.zeros(len(trained), bool)
     for among in np.flatnonzero(~trained), np.flatnonzero(trained):
         count = min(resident, len(among))
@@ -99,13 +99,13 @@ def slots_for(nbytes: int) -> int:
 
 
 def trained_layers(work: Work, choice: Choice) -> tuple[Any, Any]:
-    """How many layers are resident and trained, and streamed and trained."""
+    """How many trained layers are resident, and how many are streamed."""
     resident = np.maximum(choice.resident - work.frozen, 0)
     return resident, work.layers - work.frozen - resident
 
 
 def waiting_layers(work: Work, choice: Choice) -> Any:
-    """How many layers' gradients wait on the device for the last one, at most."""
+    """The most layers whose gradients wait on the device for the last gradient."""
     waits = choice.grads == "device" and work.together and work.streams
     return trained_layers(work, choice)[1] * (1 - choice.host_share) * waits
 
@@ -128,13 +128,13 @@ def device_bytes(work: Work, choice: Choice) -> Any:
     others = work.layers - choice.keep
     weights, (resident, streamed) = work.layer * work.itemsize, trained_layers(work, choice)
     grads = resident * weights  # of resident layers
-    # The others' are freed after each step, and these are the last that a streamed backward makes.
+    # They are held throughout only to accumulate. Else a step frees them, and a streamed backward makes them last.
     always = grads * (work.accumulates if work.streams else work.pieces > 1)
     on_host, leaves = choice.inputs == "host", choice.outer == "host" and work.streams
     waiting = (np.minimum(LEAVING, others) if on_host else others) * hidden
     kept = choice.keep * (work.live * work.saved + hidden * work.streams)  # when streamed, also each layer's output
     beside = BACKWARD * work.micro_tokens * work.inner * work.itemsize
-    # Inputs and output of the graphs of layers, and cuBLAS's workspaces. What replays use counts as reserved alone.
+    # Inputs and output of the layers' graphs, and cuBLAS's workspaces. What replays use counts only as reserved.
     graphs = (3 * work.micro_tokens * work.hidden * work.itemsize + SLACK) * (graphed_layers(work, choice) > 0)
     again = (beside + work.micro_tokens * work.saved * (others > 0)) * (graphs == 0)
     # Inputs of a layer, of the next one and of the first one; without micro-batches, the layer holds its own anyway.
@@ -146,7 +146,7 @@ def device_bytes(work: Work, choice: Choice) -> Any:
     added = 2 * work.tied * work.itemsize  # the embedding's gradient, and its sum with the output layer's
     end = grads + stay + np.maximum(first - outer * leaves + np.maximum(again, added), outer)
     forward = always + outer + FORWARD * work.micro_tokens * work.inner * work.itemsize * leaves
-    # Gradients that stay are beside the inputs of the resident layers that come first.
+    # When all gradients that stay are there, so are the inputs of the resident layers that come first.
     few = np.minimum(first_streamed(work, choice), others) * hidden * (not on_host and choice.grads == "device")
     backward = np.maximum(backward, always + first - outer * leaves + stay + few + again)
     forward = np.maximum(forward, always + outer + stay + few)
@@ -194,12 +194,12 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
     again = np.maximum(moving - choice.slots, 0) * weights
     leaving = (streamed - waiting_layers(work, choice)) * weights
     copies = link * (travels * work.layer * work.state + np.maximum(again + inputs, leaving))
-    # The backward runs ahead of the link by the gradients that have a slot on the device.
+    # With more than one gradient slot, the backward can run ahead of the link.
     backward = _longer(backward, copies - (choice.grad_slots - 1) * copies / np.maximum(moving, 1))
     if choice.host_share < 1 and not work.masters and choice.slots == 2:
         backward = backward + (streamed > 0) * weights * link  # an update reads the slot for which the next ones wait
     if work.together:
-        # A forward in which layers are updated hides nothing of what embedding and head take (measured).
+        # A forward in which layers are updated cannot hide the copies for embedding and head (measured).
         forward = _updating_forward_ms(work, choice, machine, forward, link * inputs) + link * outer
     else:
         forward = _longer(forward, link * (outer + np.maximum(moving * weights, inputs)))
@@ -242,12 +242,12 @@ def _head_ms(work: Work, machine: Machine) -> float:
 
 
 def _host_update_ms(work: Work, machine: Machine) -> float:
-    """Time in which the CPU updates a layer, whose data it both reads and writes."""
+    """Time that the CPU takes to update a layer: it reads and writes weights and state."""
     return 2 * work.layer * (work.state + work.itemsize) / machine.update * 1e3
 
 
 def _computing_ms(work: Work, choice: Choice, machine: Machine, beside: Any = 1.0) -> tuple[Any, Any]:
-    """Times of all layers' forward and backward: to compute, the latter slower by `beside`, or to launch if longer."""
+    """Times of all layers' forward and backward: to compute (a backward times `beside`), or to launch if longer."""
     graphed, (one, back) = graphed_layers(work, choice), _layer_ms(work, machine)
     launch, forward, backward = machine.launch_ms * work.pieces, 0, 0
     counts = choice.keep, work.layers - choice.keep - graphed, graphed
@@ -258,10 +258,10 @@ def _computing_ms(work: Work, choice: Choice, machine: Machine, beside: Any = 1.
 
 
 def _updating_forward_ms(work: Work, choice: Choice, machine: Machine, computing: Any, others: Any) -> Any:
-    """Time of a forward beside which streamed layers are updated, in their order, each before it runs: state, gradients
-    and, without whole masters, weights come in, state and weights go out; or the CPU updates a layer, and its weights
-    come in. Either waits for a slot, which earlier layers may hold (or 636 ms were predicted, where 702 were measured).
-    others: the link's time for all else"""
+    """Time of a forward beside which streamed layers are updated in order, each before it runs. If the device updates a
+    layer, its state, gradients and, without whole masters, weights come in, and state and weights go out; if the CPU
+    does, its weights come in. Either waits for a slot that earlier layers may hold (without that, 636 ms were predicted
+    where 702 were measured). others: the link's time for all else"""
     plain, one = work.layer * work.itemsize / machine.link * 1e3, computing / work.layers
     come = (not work.masters) + (choice.grads == "host")  # weights and gradients, beside the state
     crowd = CROWDED[choice.host_share > 0] if choice.host_share < 1 and work.state else 1.0
@@ -270,8 +270,8 @@ def _updating_forward_ms(work: Work, choice: Choice, machine: Machine, computing
     trained = np.arange(work.layers) >= work.frozen
     streams = np.array([~which_stay(trained, resident) for resident in range(work.layers + 1)])
     streams, places = streams[choice.resident], (np.cumsum(streams, axis=1) - 1)[choice.resident]
-    # When the link and the host are free, and when each layer has been computed, after the beginning: once the host has
-    # gathered and sent the rows of the embedding that the step's tokens look up, with their state.
+    # In ms from the start: when the link and the host are free, and when each layer ends. The first can begin once the
+    # host has gathered and sent the rows of the embedding that the step's tokens look up, with their state.
     rows = min(work.tokens, work.vocabulary) * work.hidden * outer_bytes(work) * (choice.outer == "host")
     ends = (2 * rows / machine.update + rows / machine.link) * 1e3
     link, host, busy, slots = 0.0, 0.0, 0.0, [0.0] * choice.slots  # and when each slot is free

@@ -23,8 +23,8 @@ class Machine:
 
     name: str = "H200"
     link: float = 50e9  # bytes/s over the link in each direction, with copies in both at once
-    # Bytes/s that the host's optimizer updates move while a step runs: as on slow hosts (measured: 16 to 40), because a
-    # step gains little from updates that are quicker than planned, and waits for those that are slower.
+    # Bytes/s that the host's optimizer updates move while a step runs. That of slow hosts (measured: 16 to 40 GB/s): a
+    # step gains little if updates are quicker than planned, but waits for them if they are slower.
     update: float = 20e9
     flops: float = 700e12  # operations/s of large matrix products
     memory: float = 1.5e12  # bytes/s of the device's elementwise operations
@@ -57,9 +57,9 @@ def this_machine() -> Machine:
 
 
 def measure_machine(device: torch.device) -> Machine:
-    """This machine's rates, measured in a few seconds; on a CPU, "the device" is the CPU as well. Each is by the median
-    over `ROUNDS` rounds; a launch by the least of the rounds' medians, because on a shared host it takes up to twice as
-    long in some of them, and in a step, which goes on launching, hardly ever."""
+    """This machine's rates, measured in under a minute; on a CPU, "the device" is the CPU as well. Each is the median
+    over `ROUNDS` rounds, except for a launch: the least of the rounds' medians, because on a shared host it takes up to
+    twice as long in some rounds, but hardly ever in a step, which goes on launching."""
     cuda = device.type == "cuda"
     dtype, size, numel = (torch.bfloat16, 8192, 2**26) if cuda else (torch.float32, 512, 2**20)
     matrix = torch.randn(size, size, device=device, dtype=dtype)
@@ -84,7 +84,7 @@ def measure_machine(device: torch.device) -> Machine:
         "memory": (2 * one.nbytes, lambda: one.add_(1)),
         "launch_ms": (1, lambda: parts.layers[0](*given, **named)),
     }
-    seconds = defaultdict(list)  # by rate, those of each round
+    seconds = defaultdict(list)  # by rate, a list for each round
     for _ in range(ROUNDS):
         for name, (_amount, call) in measures.items():
             seconds[name].append([])

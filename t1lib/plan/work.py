@@ -65,8 +65,8 @@ class Work:
 
 
 def launch_bound(params: int) -> int:
-    """Tokens up to which launching a layer of so many parameters eagerly takes the host longer than running it, or
-    moving its state, takes an H200; measured for layers of 15.7 and 50 million parameters (docs/log.md)."""
+    """The most tokens for which launching a layer of `params` parameters eagerly takes the host longer than running it,
+    or moving its state, takes an H200. Measured for layers of 15.7 and 50 million parameters (docs/log.md)."""
     return min(max(2**36 // max(params, 1), 1024), 4096)  # 2**36 tokens × parameters
 
 
@@ -78,7 +78,7 @@ def saved_by(call: Callable[[], object], weights: Iterable[torch.Tensor]) -> int
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         found[storage.data_ptr()] = storage
-        return tensor.detach()  # an output that holds its graph, and is held by it, would never be freed
+        return tensor.detach()  # a saved output would refer to its own graph, in a cycle that is never freed
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t):
         call()
@@ -101,9 +101,9 @@ def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
 
 
 def saved_by_layer(model: PreTrainedModel, dtype: torch.dtype, seq: int) -> int:
-    """The same for a model whose layers may have more than their configuration says, such as adapters. The first one
-    runs on short rows: bytes grow with the tokens, with their square if attention keeps its matrix (not if PyTorch
-    computes it), and some, such as those made of weights, do not."""
+    """The same for a model whose layers may have more than their configuration says, such as adapters. The first layer
+    runs on rows of 4 to 16 tokens; its bytes are extrapolated. Most grow with the tokens, some with their square if
+    attention keeps its matrix (PyTorch's own does not), and some, such as those made of weights, not at all."""
     parts, found = split(model), []
     layer, config = parts.layers[0], parts.base.config
     for tokens in (4, 8) if config._attn_implementation == "sdpa" else (4, 8, 16):
@@ -174,7 +174,7 @@ def _count(params: Iterable[nn.Parameter]) -> int:
 
 
 def in_mode(work: Work, mode: str, head: str) -> Work:
-    """The same in a mode, by `with_head`: the output layer takes a micro-batch at a time; in mode slide, the batch."""
+    """The same work in a mode with a head. The output layer takes a micro-batch at a time; in mode slide, the batch."""
     streams = mode == "slide"
     together, graphed = work.together or mode == "fsdp", work.graphed and streams
     return with_head(replace(work, streams=streams, together=together, graphed=graphed), head)
@@ -188,7 +188,7 @@ def with_head(work: Work, head: str) -> Work:
     full      per logit, in float32: the log-probability, its gradient, and the gradient before the softmax; the
               weight's gradient is made when these are freed
     chunked   per logit of a chunk: the logit in 16 bits and in 32, and its gradient
-    torch     likewise, or later a copy of the gradients; each of its small chunks reads and writes that of the weight
+    torch     likewise, or later a copy of the gradients; its small chunks each read and write the weight's gradient
     fused     what its plan within the workspace needs, no more than full (less if `chunked` runs in its place)
     """
     tokens, vocabulary, size = work.live, work.vocabulary, work.itemsize

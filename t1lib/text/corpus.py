@@ -20,9 +20,9 @@ from t1lib.files import cache_folder, read_signed, write_signed
 from t1lib.heads import parse_bytes
 
 LIBRARY = "stdlib"
-# Of the library, left out: tests, which many distributions lack. Of its files, those with the build machine's paths.
+# Folders of the library that are left out: tests, which many distributions lack, packages that were installed, caches.
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-# Datasets, and compressed files; what lies beside them is hardly the text.
+# Datasets and compressed files, which are refused: what lies beside them in a folder is hardly the text that is meant.
 _UNREAD = {".7z", ".arrow", ".bz2", ".gz", ".jsonl", ".parquet", ".tar", ".xz", ".zip", ".zst"}
 END = "<|endoftext|>"  # after each text; id 0
 ENDS = (END, "<|im_end|>", "<|end_of_text|>", "</s>", "<eos>")  # end tokens of tokenizers trained elsewhere
@@ -45,9 +45,9 @@ def corpus_hash(texts: dict[str, str]) -> str:
 
 def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> dict[str, str]:
     """Name → text of `source`: "stdlib", a file of UTF-8 text, or a folder with everything below it, except for files
-    that are not text, and hidden ones. `limit` (bytes, or "2MB") keeps whole texts up to that size, in the order of
-    their names' hashes. Raises `T1Error` for a source that does not exist, a file that is not text, a dataset's or a
-    compressed file (even as one file of a folder), a link to a folder in a folder, and if nothing is left."""
+    that are not text, and hidden ones. `limit` (bytes, or "2MB") keeps whole texts up to that size in all, in the order
+    of their names' hashes. Raises `T1Error` for a source that does not exist, a file that is not text, a dataset or a
+    compressed file (also within a folder), a link to a folder within a folder, and if nothing is left."""
     library, path, what = source == LIBRARY, Path(source), f"text in {source}"
     if library:
         path, what = Path(sysconfig.get_paths()["stdlib"]), "the standard library's sources"
@@ -72,14 +72,14 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
 
 
 def _below(root: Path, library: bool) -> Iterator[tuple[str, str]]:
-    """(name, text) of each text below `root`, as `read_texts` says; of the library, only in its sources."""
+    """(name, text) of each text below `root`, as `read_texts` says; of the library, only its sources."""
     for place, folders, names in os.walk(root):
         folder = Path(place)
         folders[:] = sorted(n for n in folders if not n.startswith(".") and not (library and n in _SKIPPED))
         for link in (folder / name for name in folders if not library):
             require(not link.is_symlink(), f"{link} is a link to a folder; put the folder there, or give it alone")
         for path in (folder / name for name in names if not name.startswith(".")):
-            source = path.suffix == ".py" and not path.match("_sysconfigdata*")
+            source = path.suffix == ".py" and not path.match("_sysconfigdata*")  # it has the build machine's paths
             text = _text(path) if path.is_file() and (source or not library) else None
             if text is not None:
                 yield path.relative_to(root).as_posix(), text
@@ -97,8 +97,8 @@ def _text(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids int64 (rows, seq), to train on and held out: the last rows, so that at most one text has rows in both.
-    `sha256` covers the texts, whose files and bytes are counted."""
+    """Token ids, int64 (rows, seq): rows to train on, and held-out ones. These are the last rows, so that at most one
+    text has rows in both. `sha256` is that of the texts, `files` and `bytes` their number and size."""
 
     train: Tensor
     held_out: Tensor
@@ -156,8 +156,8 @@ def load_corpus(
     seed: int = 0, tokenizer: str | Path | None = None,
 ) -> Corpus:  # fmt: skip
     """Texts (as `read_texts` finds them) in an order drawn from `seed`, joined with an end token after each and cut
-    into rows of `seq` tokens; by a tokenizer.json, or else by a tokenizer of `vocabulary` tokens that is trained on all
-    texts. Raises `T1Error` for less than two rows, and for a vocabulary that the texts do not support."""
+    into rows of `seq` tokens. `tokenizer` is a tokenizer.json; without it, one of `vocabulary` tokens is trained on all
+    texts. Raises `T1Error` for fewer than two rows, and for a vocabulary that the texts do not support."""
     require(seq >= 2, f"seq {seq}; allowed: 2 or more")
     texts = read_texts(source, limit)
     if tokenizer is None:

@@ -54,7 +54,7 @@ def train_command(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options that are given, with whole paths. Raises `T1Error` for values that no run can have."""
+    """The options that are given, with absolute paths. Raises `T1Error` for values that no run can have."""
     given = {name: getattr(arguments, name) for name in arguments.defaults if getattr(arguments, name) is not None}
     for name, value in given.items():
         said, least = f"--{name.replace('_', '-')} {shown(value)}", LEAST.get(name)
@@ -84,8 +84,8 @@ class TrainRun:
     """A run in `folder`, which is `held`: run.json (its options, hashes of its text and of its model's form),
     metrics.csv, checkpoints/.
 
-    given   options of the command `train` that are given, with whole paths; with "resume" the others are the run's
-    usual   the others of a new run
+    given   the options given to the command `train`, with absolute paths; with "resume", the others are as in the run
+    usual   defaults of the other options, for a new run
 
     Raises `T1Error`, having written nothing, unless the folder, its run, text and model are as they should be.
     """
@@ -124,7 +124,7 @@ class TrainRun:
         """Go on from the last checkpoint, if there is one. before: content of run.json of the run that is resumed"""
         folder, text, model = self.folder, self.session.corpus.sha256, self.options["model"]
         files = () if model in PRESETS else (Path(model, name) for name in ("config.json", "tokenizer.json"))
-        form = sha256(*(path.read_text(encoding="utf-8") for path in files))  # what weights do, which checkpoints hold
+        form = sha256(*(path.read_text(encoding="utf-8") for path in files))  # what the model is, but for its weights
         other = f"not the one that the run in {folder} was begun with"
         require(before.get("corpus", text) == text, f"the text is {other}")
         require(before.get("form", form) == form, f"config.json or tokenizer.json in {model} is {other}")
@@ -196,7 +196,7 @@ class TrainRun:
             path.write_text("".join([HEADER, "\n", *rows]), encoding="utf-8", newline="\n")
 
     def _add_metrics(self, row: dict[str, float | None], told: bool) -> None:
-        """Keep a step's row, and print it if it is to be `told`: Ctrl-C ends `tee`, too, before this is printed."""
+        """Append a step's row, then print it if `told`. In this order: Ctrl-C may have ended a `tee` that reads it."""
         with writing(self.folder / METRICS), (self.folder / METRICS).open("a", newline="\n") as file:
             file.write(",".join("" if value is None else repr(value) for value in row.values()) + "\n")
         with writing(Path("to the standard output")):

@@ -103,7 +103,7 @@ class LanguageSession:
 
 
 def decided(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with what follows where they are not given. Raises `T1Error` for a device that is not here."""
+    """The options, with device, dtype, steps and warmup filled in. Raises `T1Error` for a device that is not here."""
     cards = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     allowed = ["cuda", *cards, "cpu"] if cards else ["cpu"]
     device, steps = options["device"] or allowed[0], options["steps"] or STEPS

@@ -20,7 +20,7 @@ from t1lib.train.engine import Engine
 from t1lib.train.optimizer import StreamOptimizer, check_optimizer
 from t1lib.train.placing import check_choice
 
-_LATER = {  # imported when they are first asked for, as some of them need `stream`
+_LATER = {  # imported on first use: some of these modules themselves import `stream` from here
     "t1lib.train.loop": ("StepRecord", "Trainer"),
     "t1lib.train.modes": ("MODES", "make_trainer"),
     "t1lib.train.checkpoint": ("load_checkpoint", "save_checkpoint"),
@@ -49,7 +49,7 @@ def stream(
             optimizer.zero_grad()
 
     model              on the CPU or the device; its layers move to pinned host memory, the rest to the device
-    optimizer          `torch.optim.AdamW` or `SGD`, with any groups; the model's only one, whose state is taken over
+    optimizer          `torch.optim.AdamW` or `SGD` with any groups, the model's only optimizer; its state is taken over
     gpu_memory         the most that may be reserved on the device, in bytes or as "15GiB". What is kept there is
                        planned for the first training batch, or for `plan_for`: (rows, tokens per row). None: as little
                        as possible beyond embedding, norm and head with their state
@@ -61,8 +61,8 @@ def stream(
                        that bfloat16 lacks; None keeps all state in the parameter's own dtype, as plain PyTorch would
     moments            "float32", or "bfloat16" with stochastic rounding
     update_in_backward update each layer as soon as its gradients are complete; for one backward per step, unclipped
-    accumulate         False: one backward per step, so that gradients of layers that stay on the device take memory
-                       only at its end, and gpu_memory holds more layers; a second backward is refused
+    accumulate         False: one backward per step, and a second is refused. Gradients of layers that stay on the
+                       device then take memory only at the end of the backward, so gpu_memory holds more layers
     choice             a `t1lib.plan.cost.Choice` of what is kept where, instead of a plan
     head               what the plan must know of the loss: "head" and "workspace" of its `linear_cross_entropy`
                        (default: as set by `patch_head`; for a model that is not patched, head "full")
@@ -71,13 +71,13 @@ def stream(
     Updates begin at `step()` and go on during the next forward. Results are those of plain PyTorch with each layer
     under `torch.utils.checkpoint`; in float32 on a CPU, bit for bit. Every backward sends the weights again, so prefer
     a large batch with `micro_batch` to accumulation. `p.grad` and the weights are complete whenever they are looked at.
-    Change weights in place under `torch.no_grad()`, not through `p.data`, which outside the layers may go unnoticed;
-    assigning it in a streamed layer is refused.
-    Hooks see a layer as under checkpointing; a loss on what they caught inside a layer has no gradient there.
+    Change weights in place under `torch.no_grad()`, not through `p.data`: outside the layers such a write may go
+    unnoticed, and in a streamed layer assigning `p.data` is refused.
+    Hooks see a layer as under checkpointing; a loss on tensors that they caught inside a layer has no gradient there.
 
     Raises `T1Error`, before anything is changed, for a bad argument, for an optimizer or a model that cannot stream,
-    and for a host without enough memory. A budget that is too small is an error when it is planned, and what else
-    docs/streaming.md lists as refused when it happens.
+    and for a host without enough memory. A budget that is too small raises when the plan is made; the other things
+    that docs/streaming.md lists as refused raise when they happen.
     """
     require(isinstance(model, nn.Module), f"model of type {type(model).__name__}; allowed: a torch.nn.Module")
     # An engine gives the model and its layers an `_apply` of their own.
@@ -112,7 +112,7 @@ def stream(
 
 
 def usable(device: torch.device | str | None) -> torch.device:
-    """The device asked for; by default a GPU if there is one. Raises `T1Error` for a GPU if there is none."""
+    """The CPU or GPU asked for (default: a GPU if any). Raises `T1Error` for all else, and a GPU if there is none."""
     there = torch.cuda.is_available()
     try:
         found = torch.device(("cuda" if there else "cpu") if device is None else device)

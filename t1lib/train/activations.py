@@ -30,14 +30,15 @@ class Piece(NamedTuple):
 
 
 def split_rows(piece: Piece, rows: int | None) -> list[Piece]:
-    """Cut a batch into pieces of at most `rows` rows, with all tensors of two or more dimensions that have a row each;
-    all else goes to every piece. Raises `T1Error` for a matrix whose rows may belong to rows or to their tokens."""
+    """Cut a batch into pieces of at most `rows` rows. Arguments are cut as well if they are tensors of two or more
+    dimensions, the first of which is the number of rows; all others go to every piece. Raises `T1Error` for a matrix
+    that may have one row per row of the batch or per token, and for a `BlockMask` of several rows."""
     count = len(piece.hidden)
     if rows is None or rows >= count:
         return [piece]
 
     def cut(start: int, value: Any) -> Any:
-        many = masks(value) and len(value.kv_num_blocks) > 1  # it has functions that tell rows by their number
+        many = masks(value) and len(value.kv_num_blocks) > 1  # its functions identify rows by their number
         require(not many, f"a BlockMask of several rows with micro_batch={rows}; allowed: None, or a mask of 1 row")
         own = isinstance(value, Tensor) and value.dim() > 1 and len(value) == count
         whole_numbers = own and not (value.is_floating_point() or value.dtype == torch.bool)  # such as positions
@@ -68,25 +69,25 @@ class Saved:
     version: int  # of the weights
     rows: int | None  # that were computed at a time
     given: tuple[Any, ...]  # args and kwargs beside the input, without caches: a recomputation would append to them
-    random: list[list[Tensor] | None] = field(default_factory=list)  # generators' state before it, if it drew numbers
+    random: list[list[Tensor] | None] = field(default_factory=list)  # generators' states before each; None: drew none
     graphs: list[tuple[Tensor, Tensor]] | None = None  # input and output with the graph between them, if it is kept
     input: "OnHost | None" = None
 
     def __post_init__(self) -> None:
-        """Note the autocast state, for `autocast()`. Its cache of narrowed weights is off: it would keep those of all
-        layers, and those of an earlier content of their slot."""
+        """Note the autocast state, for `autocast()`. Autocast's cache of narrowed weights is off: it would keep those
+        of all layers, and stale ones when a slot's content has changed."""
         kind = self.device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self.autocast = partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
 
     def random_state(self) -> list[Tensor]:
-        """Of the random number generators: the CPU's, and that of a GPU."""
+        """The states of the random number generators: the CPU's and, for a GPU, the device's."""
         cuda = self.device.type == "cuda"
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if cuda else [])]
 
     @contextmanager
     def drawing_again(self, number: int) -> Iterator[None]:
-        """Draw what this micro-batch drew once more, and go on afterwards as if it had not been drawn."""
+        """Draw this micro-batch's random numbers again within the context; then restore the generators' states."""
         if self.random[number] is None:
             yield
             return
@@ -99,16 +100,14 @@ class Saved:
 
     @staticmethod
     def modes_of(modules: Iterable[nn.Module]) -> list[list[Any]]:
-        """`MODES` of each module; one that it lacks counts as False, which PEFT may set later."""
+        """`MODES` of each module; a missing attribute counts as False, since PEFT may set it to False later."""
         return [[own.get(name) or False for name in MODES] for own in map(vars, modules)]
 
 
 class Inputs:
-    """Offloads layers' inputs to pinned host buffers, and brings them back. Buffers are used again.
-
-    The device memory is allocated and freed on the compute lane, which waits for the copies. Otherwise the host, which
-    runs far ahead of the device, would find none of that memory free yet, and allocate as much again.
-    """
+    """Offloads layers' inputs to pinned host buffers, which are reused, and brings them back. The device memory is
+    allocated and freed on the compute lane, which waits for the copies. Otherwise the host, which runs far ahead of the
+    device, would find none of that memory free yet, and allocate as much again."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.engine, self.device, self.compute = schedule.engine, schedule.device, schedule.compute
@@ -127,13 +126,13 @@ class Inputs:
 class OnHost:
     """A tensor that is copied to the host, and waits there."""
 
-    _buffer = _left = _back = None  # if an interrupt ends `__init__`
+    _buffer = _left = _back = None  # for `__del__`, if an interrupt ends `__init__`
 
     def __init__(self, inputs: Inputs, tensor: Tensor, layer: int) -> None:
         numel, spare = tensor.numel(), inputs.free[tensor.shape, tensor.dtype]
         buffer = spare.pop() if spare else pinned_zeros(numel, tensor.dtype, inputs.device).view(tensor.shape)
         self._inputs, self._layer, self._buffer, self._tensor = inputs, layer, buffer, tensor
-        # The one that was put there before it is wanted after it.
+        # The backward goes the other way: the tensor that was put before this one is needed next.
         self._before = weakref.ref(inputs.leaving[-1]) if inputs.leaving else lambda: None
         lane = inputs.outward
         lane.after(inputs.compute.mark())
@@ -156,7 +155,7 @@ class OnHost:
             self._back = lane.mark()
 
     def take(self) -> Tensor:
-        """The tensor on the device; and start bringing back the one before it."""
+        """Return the tensor, on the device, and start bringing back the one that was put before it."""
         self.prefetch()
         before = self._before()
         if before is not None:
@@ -185,7 +184,7 @@ def kept_graph(layer: HostLayer | None) -> AbstractContextManager:
 
     def pack(tensor: Tensor) -> Any:
         own = tensor.untyped_storage().data_ptr() == start
-        # Detached, as the output of a node would hold its graph, and be held by it: no collector frees that.
+        # Detached: a saved output would refer to its own graph, in a cycle that no garbage collector frees.
         return (tensor.size(), tensor.stride(), tensor.storage_offset()) if own else tensor.detach()
 
     def unpack(packed: Any) -> Tensor:
@@ -195,14 +194,14 @@ def kept_graph(layer: HostLayer | None) -> AbstractContextManager:
 
 
 class Recompute:
-    """Recomputes layers of one kind for their gradients, without the last matrix product: most layers end by adding it
-    to the residual, so no gradient depends on its result. Whether that is so is observed on the first layer of each
-    make-up. (PyTorch's checkpoint also stops there, but needs a graph kept since the forward.) Only layers of
-    transformers do the same every time; others, and those whose modules have hooks, are recomputed whole."""
+    """Recomputes layers for their gradients, without the last matrix product where no gradient depends on its result:
+    most layers end by adding it to the residual. The first layer of each kind is watched to see whether that holds.
+    (PyTorch's checkpoint also stops there, but needs a graph kept since the forward.) Only layers of transformers are
+    known to do the same every time; others, and those whose modules have hooks, are recomputed whole."""
 
     def __init__(self, whole: bool) -> None:
         self._whole = whole
-        self._last: dict[tuple[Any, ...], str] = {}  # the product's name by a layer's modules and modes; "": needed
+        self._last: dict[tuple[Any, ...], str] = {}  # by a layer's modules and modes: the product to leave out, or ""
 
     def run(self, layer: nn.Module, call: Callable[[], Tensor]) -> Tensor:
         """Run the layer through call() and return its output, for its graph only: the values may be missing."""
@@ -215,7 +214,7 @@ class Recompute:
             self._last[kind], out = self._watched(layer, call)
             return out
         product = layer.get_submodule(self._last[kind])
-        if not _plain(product):  # the layer itself, or its forward was replaced meanwhile
+        if not _plain(product):  # for "" the layer itself; or the product's forward has been replaced since
             return call()
         product.forward = lambda x: _Unread.apply(_narrowed(x), _narrowed(product.weight))
         try:
@@ -228,8 +227,8 @@ class Recompute:
 
     @staticmethod
     def _watched(layer: nn.Module, call: Callable[[], Tensor]) -> tuple[str, Tensor]:
-        """Run the layer; the name of the last product if it runs once and nothing is saved for the backward after it,
-        and the output."""
+        """Run the layer. Returns the name of the last product, or "" if that runs more than once, or if anything is
+        saved for the backward after it; and the layer's output."""
         events = [""]  # names of products, and "" for what is saved
         products = [(n, m) for n, m in layer.named_modules() if _plain(m)]
         hooks = [m.register_forward_hook(lambda *_, name=name: events.append(name)) for name, m in products]
@@ -248,7 +247,7 @@ def _plain(module: nn.Module) -> bool:
 
 
 def _narrowed(tensor: Tensor) -> Tensor:
-    """As autocast gives a tensor to a matrix product."""
+    """The tensor as autocast would pass it to a matrix product."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
         return tensor

@@ -1,5 +1,5 @@
-"""The processes that train a model together: how they find each other, compare facts, and add up; and a batch of token
-ids: checked against the model, shared among them, and split into micro-batches."""
+"""The processes that train a model together: how they find each other, compare facts, and sum tensors. And a batch of
+token ids: checked against the model, divided among the processes, and split into micro-batches."""
 
 import os
 import sys
@@ -21,9 +21,9 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @dataclass(frozen=True)
 class Ranks:
-    """All processes of the process group, which train one model together, as one of them sees them.
+    """The processes of the process group, which train one model together, seen from one of them.
 
-    Every rank must call the methods, in the same order; with a single process they cost nothing.
+    Every rank must call the methods, in the same order. With a single process `sum` costs nothing.
     """
 
     rank: int = 0
@@ -58,16 +58,16 @@ def launched() -> int:
 
 
 def take_gpu() -> None:
-    """With several processes, make the CUDA device of this one's local rank the current one, if it is there: before
-    anything, such as weights, is allocated on the first one."""
+    """With several processes, make the CUDA device of this one's local rank, if it exists, the current device. Call it
+    before anything, such as weights, is allocated on the first device."""
     number = int(os.environ.get("LOCAL_RANK", "0"))
     if launched() > 1 and number < torch.cuda.device_count():
         torch.cuda.set_device(number)
 
 
 def join() -> None:
-    """Create the process group of what torchrun started, or one of this process alone, for as long as the process runs:
-    for tensors on GPUs if there are any, and for metadata in host memory in any case. Raises `T1Error` if the
+    """Create a process group that lasts as long as this process: of all processes that torchrun started, or of this one
+    alone. It takes tensors in host memory, such as metadata, and on GPUs if there are any. Raises `T1Error` if the
     launcher's variables are incomplete."""
     size = launched()
     on_one_host = size in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
@@ -115,8 +115,8 @@ def check(batch: dict[str, Tensor], vocabulary: int, positions: int) -> tuple[Te
 
 
 def pieces_of(ids: Tensor, targets: Tensor, rows: int | None, device: torch.device, ranks: Ranks) -> list[Piece]:
-    """This rank's share of a batch, consecutive rows, as micro-batches of at most `rows` rows. All ranks have as many
-    rows: the last ones are filled up with rows that have no target."""
+    """This rank's share of a batch, consecutive rows, as micro-batches of at most `rows` rows. All ranks get equally
+    many rows: where the batch cannot be divided evenly, the last ranks are padded with rows that have no target."""
     rows, each = rows or len(ids), -(-len(ids) // ranks.size)
     if ranks.alone and rows >= len(ids):
         return [Piece(ids.to(device), targets.to(device))]

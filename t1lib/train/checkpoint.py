@@ -1,9 +1,9 @@
-"""Checkpoints on disk, one in a folder: complete or absent, whenever power fails.
+"""Checkpoints on disk, one per folder: complete or absent, even if the power fails.
 
     folder/checkpoint.json                              the step, and the SHA-256 of every file
     folder/step-00000300/{layer-0000.pt, …, rest.pt}
 
-`checkpoint.json` names the files of the checkpoint before until the new ones are on the disk.
+`checkpoint.json` names the files of the previous checkpoint until the new ones are on the disk.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ READERS = 8  # threads that read files for their checksums
 def save_checkpoint(trainer: Trainer, folder: str | Path) -> Path:
     """Write the trainer's state to `folder`, in place of the checkpoint there; returns the path of the files' folder.
 
-    One layer is copied at a time. If the call is interrupted or the disk is full, the checkpoint before is still whole.
+    One layer is copied at a time. If the call is interrupted or the disk is full, the previous checkpoint stays whole.
     Raises `T1Error` if the checkpoint cannot be written, and if several processes train the model.
     """
     trainer.require_one_process()
     folder, files = Path(folder), []
     path = folder / f"step-{trainer.steps:08d}"
-    taken = path.name  # by the checkpoint there, if there is one that cannot be read
+    taken = path.name  # so a checkpoint.json that cannot be read is taken to name this very folder
     with suppress(T1Error):
         taken = read_signed(folder / META)["folder"] if has_checkpoint(folder) else ""
         _sweep(folder, taken)  # what killed processes left
@@ -59,7 +59,7 @@ def save_checkpoint(trainer: Trainer, folder: str | Path) -> Path:
 
 
 def _sweep(folder: Path, used: str) -> None:
-    """Remove what is no part of the checkpoint in `folder`, whose files are in `used`."""
+    """Remove all step folders in `folder`, partial ones too, except `used`, which holds the checkpoint's files."""
     digits = "[0-9]" * 8
     for path in (*folder.glob(f"step-{digits}*"), *folder.glob(f".step-{digits}*.partial")):
         if path.name != used:

@@ -1,4 +1,4 @@
-"""What stands behind a streamed model: where everything lies, from `stream` to `close`."""
+"""The engine behind a streamed model: it decides and knows where everything lies, from `stream` to `close`."""
 
 import threading
 import weakref
@@ -40,13 +40,13 @@ class Engine:
         self.micro_batch, self.in_backward, self.overlap, self.budget = micro_batch, in_backward, overlap, budget
         self.accumulate, self.head = accumulate and not in_backward, head
         self.trace: NoTrace = NoTrace()
-        self.lock = threading.RLock()  # who runs a layer, or steps: another thread may evaluate meanwhile
+        self.lock = threading.RLock()  # held to run a layer, and to step: another thread may evaluate meanwhile
         self.optimizer = StreamOptimizer(self, optimizer)
         groups = self.optimizer.groups
         streamed = streamed_names(self.stack, groups)
         refuse_shared(model, self.stack, streamed)
         first = dict(self.stack[0].named_parameters())
-        order = sorted(streamed, key=lambda n: groups.get(id(first[n]), 0))  # one group side by side
+        order = sorted(streamed, key=lambda n: groups.get(id(first[n]), 0))  # a group's parameters side by side
         self.layout = Layout({n: first[n] for n in order})
         require_host_memory(self, choice)
         self.host: list[HostLayer] = []
@@ -55,7 +55,7 @@ class Engine:
         self.schedule: Schedule | None = None
         self.passes: Passes | None = None
         self.closed = self.placed = False
-        self._undo = ExitStack()  # what `close` does with the model
+        self._undo = ExitStack()  # how `close` restores the model
         if choice is None and budget is None:
             choice = Choice()
         elif choice is None and plan_for is not None:
@@ -94,12 +94,12 @@ class Engine:
         """Give a module another method, or attribute, until `close`."""
         own = module.__dict__
         self._undo.callback(own.update, {name: own[name]} if name in own else {})
-        self._undo.callback(own.pop, name, None)  # this comes first
+        self._undo.callback(own.pop, name, None)  # runs first: the stack is undone in reverse order
         own[name] = value
 
     def place(self, choice: Choice) -> None:
         """Make the buffers, and keep on the device what `choice` keeps there."""
-        self._let_go()  # of what an evaluation ran with
+        self._let_go()  # of the buffers that an evaluation made, if one came first
         stay = which_stay([held.trained for held in self.host], choice.resident)
         for held in compress(self.host, stay):
             held.give_back(self.device)
@@ -147,7 +147,7 @@ class Engine:
 
     @torch.compiler.disable
     def run(self, index: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Run layer `index` as the model calls it. The first one that trains decides what is kept where."""
+        """Run layer `index` as the model calls it. If there is no plan yet, the first call that trains makes it."""
         hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), ())
         require(isinstance(hidden, Tensor), f"layer {index} was called without a tensor of hidden states first")
         if not self.placed:
@@ -172,7 +172,7 @@ class Engine:
         """Begin an update of everything that has gradients."""
         require(not self.closed, "a step of an optimizer that was closed; make another one, or stream again")
         if not self.placed:
-            # Their place is not known yet, and to do nothing would lose them.
+            # Without a plan nothing can be updated yet, and to return would silently lose these gradients.
             early = "a step before the first forward, for which gpu_memory is planned; allowed: plan_for, or choice"
             require(not any(p.grad is not None for p in self.others()), early)
             return
@@ -228,7 +228,7 @@ class Engine:
 
 
 class _Instead:
-    """In place of a module's method: one of the engine. index: of a layer, as its first argument"""
+    """Replaces a module's method with one of the engine's. index: of a layer, to be passed as the first argument"""
 
     def __init__(self, engine: "weakref.ref[Engine]", method: Callable[..., Any], *index: int) -> None:
         self._engine, self._method, self._index = engine, method, index
@@ -246,8 +246,8 @@ class _Instead:
 def _apply(
     held: torch.dtype, stays: bool, module: nn.Module, function: Callable[[Tensor], Tensor], *recurse: Any, **named: Any
 ) -> nn.Module:
-    """In place of `nn.Module._apply`, which `.to(device)` and `.half()` call, of the model, and of its streamed layers,
-    which stay where they are. held: the layers' dtype"""
+    """Replaces `nn.Module._apply`, which `.to(device)` and `.half()` call, in the model and in its streamed layers.
+    held: the layers' dtype; stays: True for a layer, which is not moved"""
     dtype = function(torch.zeros(0, dtype=held)).dtype
     require(dtype == held, f"a streamed model cannot become {dtype}: convert it before `stream`")
     return module if stays else type(module)._apply(module, function, *recurse, **named)

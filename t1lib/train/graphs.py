@@ -21,9 +21,9 @@ LIMIT = 32  # graphs; beyond this, batches of new shapes run eagerly
 
 
 class LayerGraphs:
-    """Runs functions of layers that are alike and take turns in the same few places on the device. A call runs eagerly
-    the first time, is captured the second time, and is replayed from then on. All graphs share their memory: they run
-    one after the other, and none needs anything that another one left there. allowed: numbers of layers to be run"""
+    """Runs functions of layers as CUDA graphs. Layers that are alike and take turns in a slot share a graph: a call
+    runs eagerly the first time, is captured the second time, and is replayed from then on. Graphs share their memory,
+    as they run one after the other and leave nothing there. allowed: indices of the layers that may run this way"""
 
     def __init__(self, layers: Sequence[nn.Module], allowed: set[int]) -> None:
         kinds: dict[Any, int] = {}
@@ -36,18 +36,18 @@ class LayerGraphs:
         self._pool: Any = None
 
     def allow(self, index: int) -> bool:
-        """Whether the layer may be run: a replay would call no hooks of the modules inside it, nor a forward that
-        replaces that of one, and not follow adapters that are switched or disabled."""
+        """Whether the layer may run as a graph: not if modules inside it have hooks or replaced forwards, which a
+        replay would not call, or adapters, whose switching it would not follow."""
         odd = (vars(m).get(name) for m in self._inner[index] for name in (*HOOKS, ADAPTERS, "forward"))
         return index in self.allowed and not any(odd)
 
     def stop(self) -> None:
-        """Run no more graphs: a layer does something that replays do not. What they hold may still be in use."""
+        """Run no more graphs: a layer does something that a replay would not. Their memory may be in use: it stays."""
         self.allowed.clear()
 
     def note_gradients(self, layer: HostLayer, replayed: bool) -> None:
-        """Call after a layer's backward. A replay does not tell which parameters have got a gradient: it must be all of
-        them, as when such layers ran eagerly."""
+        """Call after a layer's backward. A replay does not tell which parameters received a gradient. So graphs run
+        only as long as every eager backward gives one to all trained parameters."""
         trained = {name for name, param in layer.params.items() if param.requires_grad}
         if replayed and not layer.reached:
             layer.reached = trained
@@ -85,7 +85,7 @@ class LayerGraphs:
 
     def _captured(self, function: Callable[..., Tensor | None], inputs: Any, tensors: list[Tensor]) -> Any:
         """Capture a call. Nothing is computed yet; other threads may go on using the device."""
-        count, own = Counter(), []  # from where the graph reads its inputs: graphs share tensors of one layout
+        count, own = Counter(), []  # own: what the graph reads as inputs; graphs share tensors of one layout
         for tensor in tensors:
             layout = _layout(tensor)
             key, count[layout] = (layout, count[layout]), count[layout] + 1
@@ -121,8 +121,8 @@ def _layout(tensor: Tensor) -> Any:
 
 @cache
 def _capturing(device: torch.device) -> "torch.cuda.Stream":
-    """One stream for all captures on a device. Of high priority: PyTorch hands out the others round-robin, also to
-    lanes."""
+    """One stream for all captures on a device. It has high priority because PyTorch hands out normal streams in turn:
+    a lane could have got the same one."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -130,7 +130,7 @@ def _kind(layer: nn.Module, index: int) -> Any:
     """A key that is equal for layers that differ only in their weights. A layer with buffers is like no other."""
     if any(True for _ in layer.buffers()):
         return index
-    settings = []  # what makes a module compute what it does, objects by their identity
+    settings = []  # all that determines what a module computes; objects count by their identity
     for where, module in layer.named_modules():
         settings.append((where, type(module)))
         for name, value in vars(module).items():

@@ -47,8 +47,8 @@ class StreamTrainer(Trainer):
     After training the model still streams; `close()` makes it an ordinary one.
 
     Raises `T1Error` for arguments that would wrap, convert or compile the model, or recompute its layers (`REFUSED`),
-    for several processes, and for update_in_backward with `max_grad_norm` (Trainer's default is 1) or accumulation;
-    when training or evaluation begins, also as `stream` does, which is called then.
+    for several processes, and for update_in_backward with `max_grad_norm` (Trainer's default is 1) or accumulation.
+    `stream` is called when training or evaluation begins, and raises its own errors then.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class StreamTrainer(Trainer):
         return found if isinstance(found, StreamOptimizer) else None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **named: Any) -> Any:
-        """As Trainer's. True goes on from the last complete checkpoint: a save that was killed leaves one that is not.
-        Raises `T1Error` if there is none."""
+        """As Trainer's, but `resume_from_checkpoint=True` goes on from the last complete checkpoint: a save that was
+        killed leaves an incomplete one. Raises `T1Error` if there is none."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_complete(Path(self.args.output_dir))
         return super().train(resume_from_checkpoint, *others, **named)
@@ -88,7 +88,7 @@ class StreamTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.accelerator.device_placement = False  # of model and optimizer state; Trainer moves the batches itself
+        self.accelerator.device_placement = False  # not to move model or state; Trainer moves the batches itself
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """Do nothing: `stream` does it, by layers."""

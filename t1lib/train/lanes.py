@@ -52,7 +52,7 @@ class Lane:
 
 
 def reached(mark: Mark) -> bool:
-    """Whether nobody would wait for it; True after an error of the device, which whoever waits then raises."""
+    """Whether a wait for the mark would return at once. Also True after a device error, which that wait then raises."""
     with suppress(RuntimeError):
         return mark is None or mark.query()
     return True
@@ -69,23 +69,23 @@ class UpdateThread:
     `check` raise it."""
 
     def __init__(self, device: torch.device) -> None:
-        # Its thread starts with the first job, knows no engine while it has none, and ends before the interpreter does.
+        # The thread starts with the first job, refers to no engine between jobs, and ends before the interpreter does.
         self._pool = ThreadPoolExecutor(1, "t1-update", partial(_prepare, device))
         self._waiting: dict[int, deque[tuple[Callable[[], None], tuple[Mark, ...], Future]]] = defaultdict(deque)
         self._jobs: dict[int, Future] = {}  # the last one of each number
         self._error: BaseException | None = None
-        self._lock = threading.Lock()  # of what waits
-        self._own, self._device = 0, device  # the thread's number, from its first job on
+        self._lock = threading.Lock()  # for `_waiting`
+        self._own, self._device = 0, device  # `_own`: the thread's identifier, from its first job on
 
     def submit(self, number: int, job: Callable[[], None], *marks: Mark) -> None:
         """Run `job` on the thread once the device has reached the marks, after the earlier ones of this number."""
         with uninterrupted(), self._lock:  # else somebody could wait for a job that is never run
-            self._pool.submit(self._run_next)  # first: it raises once the thread, or the interpreter, is to end
+            self._pool.submit(self._run_next)  # first: it raises if the thread or the interpreter is shutting down
             done = self._jobs[number] = Future()
             self._waiting[number].append((job, marks, done))
 
     def then(self, number: int, job: Callable[[], None]) -> None:
-        """Run `job` once those of this number are done: now, or later on the thread."""
+        """Run `job` once the jobs with this number are done: right here if they are, else later on the thread."""
         self.check()
         if number in self._jobs and not self._jobs[number].done():
             self.submit(number, job)
@@ -102,7 +102,7 @@ class UpdateThread:
             raise self._error
 
     def close(self) -> None:
-        """Finish what was submitted, on the device, too, and end the thread, which may itself drop an engine last."""
+        """End the thread after its jobs, and wait for it (unless this runs on the thread itself) and for the device."""
         self._pool.shutdown(wait=threading.get_ident() != self._own)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

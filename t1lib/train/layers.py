@@ -22,8 +22,8 @@ ALIGN = 128  # elements; each parameter begins at a multiple of this in a flat b
 
 
 class Streamed(nn.Parameter):
-    """A parameter of a streamed layer while the layer does not compute. It is a view of host memory, which updates and
-    copies may still be about to fill: whatever looks at values or gradient waits for them first."""
+    """A parameter that updates or copies may still be about to fill: a streamed layer's while that does not compute
+    (a view of host memory), or one of `Outer`. Whatever looks at its values or gradient waits for these first."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -43,7 +43,7 @@ GET_GRADIENT, SET_GRADIENT = torch.Tensor.grad.__get__, torch.Tensor.grad.__set_
 DELETE_GRADIENT = torch.Tensor.grad.__delete__
 PROPERTIES = "shape device dtype requires_grad is_cuda ndim layout is_leaf grad_fn is_meta is_sparse"
 METHODS = "numel size dim stride element_size is_contiguous is_floating_point is_complex nelement"
-SHAPES = {getattr(torch.Tensor, name).__get__ for name in PROPERTIES.split()}  # what says nothing about values
+SHAPES = {getattr(torch.Tensor, name).__get__ for name in PROPERTIES.split()}  # these read no values
 SHAPES |= {getattr(torch.Tensor, name) for name in METHODS.split()}
 
 
@@ -74,8 +74,8 @@ class Layout:
         return {name: flat[span].view(self.shapes[name]) for name, span in self.spans.items()}
 
     def weights(self, flat: Tensor) -> dict[str, Tensor]:
-        """As `views`, but each with a storage of its own, in the same memory. accelerate's `save_state` takes tensors
-        of one storage for tied ones, and would save only one of each layer."""
+        """As `views`, but each with a storage of its own, in the same memory. accelerate's `save_state` treats tensors
+        that share a storage as tied, and would save only one per layer."""
         return {name: from_dlpack(to_dlpack(view)) for name, view in self.views(flat).items()}
 
 
@@ -91,9 +91,9 @@ class Slot:
 
 
 def streamed_names(layers: Sequence[nn.Module], groups: Container[int]) -> list[str]:
-    """Names of the parameters that stream, alike in all layers (else a `T1Error`). Where a layer has trained and frozen
-    parameters, those that have fewer bytes, such as adapters, stay on the device in every layer; so do frozen ones of
-    another dtype, such as adapters for reference. groups: ids of what the optimizer has"""
+    """Names of the parameters that stream, the same in all layers (else a `T1Error`). Where a layer has both trained
+    and frozen parameters, those with fewer bytes in all, such as adapters, stay on the device in every layer; so do
+    frozen ones of another dtype, such as reference adapters. groups: ids of the optimizer's parameters"""
     few: set[str] = set()
     for layer in layers:
         params = dict(layer.named_parameters())
@@ -132,8 +132,8 @@ class HostLayer(Traveller):
         self.params = {n: own[n] for n in layout.shapes}
         self.groups = {n: groups[id(p)] for n, p in self.params.items() if id(p) in groups}
         self.trained = any(p.requires_grad for p in self.params.values())  # all of them, or none
-        # What the schedule says: whether the device updates the layer, to which its state travels, or the CPU; what
-        # finishes updates and copies; places on the device, used in turn.
+        # Set by the schedule: whether state travels to the device for updates, or the CPU makes them; whether gradients
+        # are kept; what finishes pending updates and copies; and the layer's slots on the device.
         self.travels, self.keeps_gradients = False, True
         self.settle: Callable[[HostLayer], None] = lambda layer: None
         self.slot: Slot | None = None
@@ -142,13 +142,13 @@ class HostLayer(Traveller):
         self.touched = False  # somebody may have written to the host's weights
         self.update: Update | None = None  # waits for its turn
         self.grads: Tensor | None = None  # on the host, flat, once there are any
-        self.waiting: list[Tensor] | None = None  # gradients on the device instead, in pieces
-        # Copies of all that are not None, once somebody has looked at one, and may hold and change them: what the
-        # buffer has does not count then.
+        self.waiting: list[Tensor] | None = None  # gradients that wait on the device instead, in pieces
+        # Copies of all gradients that are not None, made once somebody looks at one. Whoever holds them may change
+        # them, so from then on they count, and not what is in the buffer.
         self.seen: dict[str, Tensor] | None = None
         self.absent: set[str] = set(layout.shapes)  # parameters whose gradient is None
         self.reached: set[str] = set()  # parameters that this backward gave a gradient
-        self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
+        self.scale: Tensor | None = None  # clipping's factor, if `grads` have not been multiplied by it yet
         self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
         self.arrived: Mark = None  # when `grads` are complete
         self.backward: int | None = None  # autograd's number of the layer's last backward since the last step
@@ -159,7 +159,7 @@ class HostLayer(Traveller):
             self.views[name].copy_(param.data)
             param.data = self.views[name]
             if param.requires_grad:
-                # It names no layer, as autograd would keep it, and with it the model, alive.
+                # The hook must not refer to the layer: autograd would keep that, and with it the model, alive.
                 came = param.register_post_accumulate_grad_hook(lambda param: param._home.gradient_came(param))
                 self._hooks.append(came)
             param._home, param._name = self, name
@@ -170,8 +170,8 @@ class HostLayer(Traveller):
         return len(self.absent) < len(self.params)
 
     def spans(self, rules: list[Rule]) -> list[Span]:
-        """What the next update covers, which it counts: parameters that have a gradient, by the rules of their groups;
-        on a CPU each alone, as PyTorch would update it."""
+        """What the next update covers: parameters that have a gradient, with the rules of their groups. Adds 1 to their
+        counts. Neighbours are joined, but not on a CPU, where PyTorch would update each alone."""
         found: list[Span] = []
         for name, group in self.groups.items():
             if name in self.absent:
@@ -203,19 +203,19 @@ class HostLayer(Traveller):
         return self.seen[param._name]
 
     def gradients(self) -> dict[str, Tensor]:
-        """Those on the host that are not None, by name."""
+        """The gradients on the host that are not None, by name."""
         if self.seen is not None:
             return self.seen
         return {name: view for name, view in self.layout.views(self.grads).items() if name not in self.absent}
 
     def see_gradients(self) -> None:
-        """Make the host's gradients complete; as they may be changed now, their norms are no longer known. An update
-        reads them, and multiplies them by `scale`, before we do."""
+        """Make the host's gradients complete, multiplied by `scale`; a pending update reads them first. As the caller
+        may change them, their norms are no longer known."""
         self.settle(self)
         wait_for(self.arrived)
         if self.waiting is not None:
             homes = self.room_for_gradients().split([len(piece) for piece in self.waiting])
-            for home, piece in zip(homes, self.waiting, strict=True):  # together they would take the device's memory
+            for home, piece in zip(homes, self.waiting, strict=True):  # joined, they would take device memory
                 home.copy_(piece)
             self.waiting = None
         if self.scale is not None:
@@ -223,8 +223,8 @@ class HostLayer(Traveller):
         self.arrived = self.scale = self.norms = None
 
     def gradient_came(self, param: nn.Parameter) -> None:
-        """Autograd has added to `p.grad` in the layer's own backward. Raises `T1Error` for one from elsewhere, as of a
-        penalty on the weight itself."""
+        """A hook: autograd has added to `p.grad`. Raises `T1Error` unless that was in the layer's own backward; a
+        penalty on the weight itself, for example, adds to it elsewhere."""
         if not param.requires_grad:  # frozen since its forward: autograd has added nothing
             return
         name = param._name
@@ -236,7 +236,7 @@ class HostLayer(Traveller):
         self.reached.add(name)
 
     def set_gradient(self, param: nn.Parameter, value: Tensor | None) -> None:
-        """Set `p.grad` to None. Raises `T1Error` for anything else, except what it is, as after `p.grad *= 2`."""
+        """Set `p.grad` to None. Raises `T1Error` for any other value but the present one, which `p.grad *= 2` sets."""
         name = param._name
         if value is None:
             self.norms = None
@@ -251,7 +251,7 @@ class HostLayer(Traveller):
         require(own, f"{found}; allowed: None, or writing to what it is, as by p.grad.copy_(…)")
 
     def gather(self) -> Tensor:
-        """The gradients on the host, flat, in the buffer."""
+        """The host's buffer of gradients, flat, with those that somebody may have changed (`seen`) copied into it."""
         if self.seen is not None:
             wait_for(self.arrived)  # an update may still be reading what is there
             views = self.layout.views(self.room_for_gradients())
@@ -260,7 +260,7 @@ class HostLayer(Traveller):
         return self.grads
 
     def add_up(self, sums: dict[str, Tensor]) -> None:
-        """Take sums over several backwards, from the device, to where somebody may hold those so far."""
+        """Copy sums over several backwards from the device into `seen`, where somebody may hold the earlier sums."""
         for name in self.params.keys() - self.absent:
             if name in self.seen:
                 self.seen[name].copy_(sums[name])
@@ -272,7 +272,7 @@ class HostLayer(Traveller):
         self.absent, self.norms, self.scale, self.seen = set(self.params), None, None, None
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the gradients, as soon as somebody looks or the update reads them; at once if she may hold some."""
+        """Multiply the gradients: when somebody looks or the update reads them; at once if somebody holds any."""
         self.scale = factor if self.scale is None else self.scale * factor
         self.norms = None
         if self.seen is not None:
@@ -334,8 +334,8 @@ class HostLayer(Traveller):
             self.touched, self.written = False, True
 
     def follow(self) -> None:
-        """Let the master follow weights that somebody wrote. (Not as soon as they are: they may be an average that is
-        swapped in for an evaluation only.)"""
+        """Let the master follow weights that somebody wrote. (Not at each write: they may be an average that is swapped
+        in for an evaluation only.)"""
         if self.written and "master" in self.state:
             follow(self.state["master"], self.flat)
         self.written = False

@@ -109,7 +109,7 @@ class Trainer:
         self.optimizer = self._resident_optimizer()
 
     def _resident_optimizer(self, on_host: bool = False) -> torch.optim.Optimizer:
-        """PyTorch's own; the kit's if there are masters, or for parameters on the host beside a GPU."""
+        """PyTorch's own optimizer; the kit's if there are masters, or for parameters on the host beside a GPU."""
         kit = on_host or self.spec.master_weights is not None
         fused, graphed = self.device.type == "cuda" and not kit, self.mode == "gpu-graph"
         plain = make_optimizer(self.spec, self._own.values(), fused, capturable=graphed)
@@ -120,7 +120,7 @@ class Trainer:
         return self.parts.base(input_ids=ids, use_cache=False).last_hidden_state
 
     def _norm(self) -> Tensor:
-        """Clip the gradients; returns their norm before that, (), as `torch.nn.utils.clip_grad_norm_` computes it."""
+        """Clip the gradients, if asked to; returns their norm before that, (), as `torch.nn.utils` computes it."""
         grads = [p.grad for p in self._own.values() if p.grad is not None]
         norms = torch.stack(norms_of(grads, exact=self.device.type == "cpu"))
         if not self.ranks.alone:  # so far these are norms of the local shards
@@ -148,8 +148,8 @@ class Trainer:
         """Train on one batch: `input_ids` (B, S), and `labels` (B, S) if they differ from the inputs.
 
         The loss is the mean over the whole batch, however many micro-batches it is computed in. Returns when the device
-        has finished the step. Raises `T1Error` for a batch that does not fit the model, before anything is changed, and
-        for gradients that are not finite.
+        has computed the step; in mode slide, updates may still be pending (`drain`). Raises `T1Error` for a batch that
+        does not fit the model, before anything is changed, and for gradients that are not finite.
         """
         timer, pieces = PhaseTimer(self.device), self._pieces(batch)
         self.optimizer.zero_grad()  # left over if a step was aborted
@@ -290,7 +290,7 @@ class Trainer:
         return [*(self._weight(n) for n, _ in self.model.named_parameters()), *self.model.buffers(), *state]
 
     def drain(self) -> None:
-        """Wait for updates that are still running; `step` returns without waiting for them."""
+        """Wait for updates that are pending or running: in mode slide, `step` returns before they end."""
 
     def close(self) -> None:
         """Release the model: its layers run as they did before the trainer. Weights stay where they are."""

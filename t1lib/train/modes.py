@@ -31,9 +31,9 @@ from t1lib.train.loop import Trainer
 from t1lib.train.resident import make_optimizer
 
 MODES = ("gpu", "gpu-graph", "ckpt", "slide", "fsdp")
-WORKSPACE = "512MiB"  # of head fused under a budget of device memory, unless it is given one
+WORKSPACE = "512MiB"  # of head `fused` when gpu_memory is given, and neither a workspace nor a number of chunks
 WARM_UP = 3  # eager steps with batches of a shape, before one is captured
-ALIKE = ("loss", "micro_batch", "max_grad_norm", "head", "head_options", "spec")  # on all ranks of mode fsdp
+ALIKE = ("loss", "micro_batch", "max_grad_norm", "head", "head_options", "spec")  # mode fsdp: equal on all ranks
 
 
 class SlideTrainer(Trainer):
@@ -95,8 +95,8 @@ class SlideTrainer(Trainer):
 
 
 class GraphTrainer(Trainer):
-    """As mode gpu, captured: for batches of few shapes, of which each keeps its own memory. The learning rate is read
-    from the device's memory."""
+    """Mode gpu as CUDA graphs, one per shape of batch. Each keeps its own memory, so there should be few shapes. The
+    learning rate is read from device memory, so that it can change."""
 
     late = True  # whether gradients are finite is known only after the update
 
@@ -145,15 +145,15 @@ class GraphTrainer(Trainer):
 
 
 class FsdpTrainer(Trainer):
-    """FSDP2 over all processes of `torch.distributed`'s group. If there is none, it is created: of the processes that
-    torchrun started, else of this one alone; it stays when the trainer is closed. Arguments beyond `Trainer`'s:
+    """FSDP2 over all processes of `torch.distributed`'s group. If there is no group, one is created, of the processes
+    that torchrun started or else of this one alone, and outlives the trainer. Arguments beyond `Trainer`'s:
 
     offload   keep parameters, gradients and optimizer state on the host (else on the device)
 
     Arguments and model must be the same on every rank, and so must the whole batch that is passed to `step` and
     `evaluate`, of which each rank takes its rows in order. The loss is the mean over all tokens that count, whichever
     rank has them. In several processes 16-bit gradients are summed in float32, and there is no `state_dict`. Without
-    offload they are reduced only after the last micro-batch; until then each device holds them unsharded.
+    offload, gradients are reduced only after the last micro-batch; until then each device holds them unsharded.
     """
 
     def __init__(self, model: PreTrainedModel, mode: str = "fsdp", **options: Any) -> None:
@@ -172,7 +172,7 @@ class FsdpTrainer(Trainer):
         wrap_layers(self.parts.layers, lambda: self.trace, recompute=True)
         for module in (*self.parts.layers, self.model):
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=policy)
-            if not self.ranks.alone:  # a sum: each loss is a share of the batch's
+            if not self.ranks.alone:  # sum gradients, not average: each rank's loss is a share of the batch's
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self.model.forward = super()._piece_loss  # FSDP gathers embedding, norm and head when the model is called
@@ -199,7 +199,7 @@ class FsdpTrainer(Trainer):
 
     def _checked(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         ids, targets = super()._checked(batch)
-        if not self.ranks.alone:  # each takes its own rows
+        if not self.ranks.alone:  # each rank takes its own rows of the same batch
             self.ranks.agree({"the whole batch": digest_of({"input_ids": ids, "labels": targets})})
         return ids, targets
 
@@ -229,9 +229,9 @@ class FsdpTrainer(Trainer):
 
 
 def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> Trainer:
-    """A trainer of `model` in one of `MODES`. `options` are keyword arguments of `Trainer`, and in its mode those that
-    `SlideTrainer` or `FsdpTrainer` explains. Raises `T1Error` for an unknown mode, an option that the mode does not
-    take, or a value that does not fit; in mode slide also as `t1lib.train.stream` does."""
+    """A trainer of `model` in one of `MODES`. `options` are keyword arguments of `Trainer` and, in modes slide and
+    fsdp, those that `SlideTrainer` and `FsdpTrainer` explain. Raises `T1Error` for an unknown mode, an option that the
+    mode does not take, or a value that does not fit; in mode slide also as `t1lib.train.stream` does."""
     own = {"gpu-graph": GraphTrainer, "slide": SlideTrainer, "fsdp": FsdpTrainer}
     kind = own.get(choose("mode", mode, MODES), Trainer)
     accepted = [p for f in (kind._place, Trainer.__init__) for p in inspect.signature(f).parameters.values()]
@@ -245,7 +245,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def digest_of(tensors: dict[str, Tensor]) -> str:
-    """Digest of names, dtypes, shapes, marks as trained, and values bit by bit."""
+    """Digest of names, dtypes, shapes, whether a gradient is required, and values bit by bit."""
     found = hashlib.sha256()
     for name, tensor in tensors.items():
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}".encode())

@@ -47,7 +47,7 @@ def clear_gradients(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
 
 
 def zero(grad: Tensor) -> None:
-    """In place, as somebody may hold it, and without the graph that it may have."""
+    """Zero a gradient in place, as somebody may hold it, and detach it from a graph that it may have."""
     grad.detach_() if grad.grad_fn is not None else grad.requires_grad_(False)
     grad.zero_()
 
@@ -55,18 +55,18 @@ def zero(grad: Tensor) -> None:
 class StreamOptimizer(ResidentOptimizer):
     """AdamW or SGD over a streamed model: what `t1lib.train.stream` returns.
 
-    `step`, `zero_grad`, `param_groups`, `state_dict` and `load_state_dict` as in `torch.optim`; learning-rate schedules
-    and a checkpoint's state fit both. `clip_grad_norm_` is exact and does not wait; `torch.nn.utils.clip_grad_norm_`
-    gives the same numbers, but waits for the gradients. `drain()` waits for updates; `close()` gives the model back.
+    `step`, `zero_grad`, `param_groups`, `state_dict` and `load_state_dict` work as in `torch.optim`, with the same
+    learning-rate schedules and saved states. `clip_grad_norm_` is exact and does not wait; PyTorch's own gives the same
+    numbers, but waits for the gradients. `drain()` waits for updates; `close()` gives the model back.
     """
 
     def __init__(self, engine: "Engine", optimizer: torch.optim.Optimizer) -> None:
         self._engine = engine
         super().__init__(optimizer, engine.precision, engine.device)
-        # The user's hooks stay, of `step` for instance; the same dicts, so that handles still remove them.
+        # Hooks that the user registered, on `step` say, stay, in the same dicts, so that their handles still work.
         vars(self).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
-        self._states = 0  # parameters with state, at the last step
-        self.state |= {p: dict(s) for p, s in optimizer.state.items()}  # as it was given, until all has its place
+        self._states = 0  # how many parameters had state at the last step
+        self.state |= {p: dict(s) for p, s in optimizer.state.items()}  # as given, until `Engine.place` takes it over
         self._check(self.state)
         self._with_momentum = [bool(group.get("momentum")) for group in self.param_groups]
 
@@ -105,8 +105,8 @@ class StreamOptimizer(ResidentOptimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their Euclidean norm, taken together, is at most `max_norm`; returns the norm, ()
-        on the device, which the host does not wait for. As `torch.nn.utils.clip_grad_norm_`, but summed in float32."""
+        """Scale all gradients so that their Euclidean norm, taken together, is at most `max_norm`. Returns the earlier
+        norm, () on the device, without waiting. As `torch.nn.utils.clip_grad_norm_`, but summed in float32."""
         fits = is_number(max_norm) and max_norm >= 0
         require(fits, f"max_norm={shown(max_norm)}; allowed: a number, 0 or more")
         require(not self._engine.in_backward, "clip_grad_norm_ with update_in_backward=True, which updates before it")
@@ -127,7 +127,7 @@ class StreamOptimizer(ResidentOptimizer):
         norms: dict[int, Tensor] = {}
         for layer in engine.host:
             if layer.norms is not None or layer.has_gradients:
-                if layer.norms is None or layer.seen is not None:  # she may have changed what she has seen
+                if layer.norms is None or layer.seen is not None:  # what somebody has seen may have been changed
                     layer.see_gradients()
                     found = layer.gradients()
                     layer.norms = dict(zip(found, norms_of(list(found.values()), exact), strict=True))
@@ -156,8 +156,8 @@ class StreamOptimizer(ResidentOptimizer):
             self.state = own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups and state, of this class or of the plain optimizer. Raises `T1Error`, before any change, for
-        groups or state that do not fit."""
+        """Take over groups and state that this class or the plain optimizer saved. Raises `T1Error`, before any change,
+        if they do not fit."""
         state_dict = copy(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
@@ -178,8 +178,8 @@ class StreamOptimizer(ResidentOptimizer):
             self.take_over(found)
         else:
             self.state = found
-        for mine, given in zip(self.param_groups, deepcopy(groups), strict=True):  # schedules write to rates
-            # What the state lacks was added later, such as the rate that a schedule began with.
+        for mine, given in zip(self.param_groups, deepcopy(groups), strict=True):  # copied: schedules write to them
+            # Keys that the saved groups lack were added later, such as a schedule's initial_lr.
             for key in mine.keys() - given.keys() - self.defaults.keys() - {"params", "param_names"}:
                 del mine[key]
             mine.update({k: v for k, v in given.items() if k != "params"})
@@ -187,7 +187,7 @@ class StreamOptimizer(ResidentOptimizer):
             after(self)
 
     def _check(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
-        """Raise `T1Error` unless states, by parameter, fit."""
+        """Raise `T1Error` unless the states, by parameter, fit their parameters."""
         names, precision = {p: n for n, p in self._engine.model.named_parameters()}, self.precision
         for group in self.param_groups:
             for param in (p for p in group["params"] if p in found):

@@ -1,10 +1,10 @@
 """Embedding and head with their optimizer state on the host: it travels to the device during the next forward.
 
 The next step begins with the embedding, so it would have to wait for the whole update. But it needs only a few rows:
-the host gathers the state of these rows and sends it, and a copy of the rows is updated ahead of all.
+the host gathers and sends the state of these rows, and a copy of them is updated ahead of the whole matrix.
 
-Nothing reads the weights between the head's backward and that update. During the layers' backward, when memory is
-tightest, their device memory is released: the update rebuilds them from their masters, or from a copy on the host.
+Nothing reads the two between the head's backward and that update. So the device memory of their weights is released
+in the layers' backward, when memory is tightest; the update rebuilds them from masters, or from copies on the host.
 """
 
 import sys
@@ -40,7 +40,7 @@ class OuterParam(Traveller):
         super().__init__(index, None if "master" in state else on_host(param.dtype), state)
         self.exact.copy_(param.data.view(-1).cpu())
         self.grad: Tensor | None = None  # of the update that is pending
-        self.known = version_of(param)  # of the weights that the host knows
+        self.known = version_of(param)  # as it was when the host's copy and the weights were last equal
 
     @property
     def exact(self) -> Tensor:
@@ -49,8 +49,8 @@ class OuterParam(Traveller):
 
 
 class Outer:
-    """Updates an engine's `params`, matrices outside the layers. The forward of `embed`, the first embedding among
-    them, is to be `look_up`."""
+    """Updates `params`, an engine's matrices outside the layers. The engine puts `look_up` in place of the forward of
+    `embed`, the first embedding among them."""
 
     def __init__(self, engine: "Engine", params: list[nn.Parameter]) -> None:
         self._schedule, self._layers, self._optimizer = engine.schedule, len(engine.stack), engine.optimizer
@@ -58,7 +58,7 @@ class Outer:
         self.held = [OuterParam(p, self._layers + k, self._optimizer) for k, p in enumerate(params)]
         own = {id(held.param): held for held in self.held}
         embeddings = (m for m in _looked_up(engine.model) if id(m.weight) in own)
-        self._pending = self._away = False  # whether the update has not begun, and the weights' memory is released
+        self._pending = self._away = False  # whether an update has yet to begin; whether weights' memory is released
         self._underway: Iterator[None] = iter(())  # queues the rest of the update, piece by piece
         self._pieces = sum(len(self._schedule.travel.pieces(held.param.numel())) for held in self.held)
         self._known: Mark = None  # marks when gradients are complete and rows have been read
@@ -76,8 +76,8 @@ class Outer:
 
     @unwatched
     def forward_done(self, index: int) -> None:
-        """Call when layer `index` is queued. Unless the layers' own state travels in the forward, a share of the update
-        is queued here, so that weights come in between; all of it has to be before the head."""
+        """Call when layer `index` is queued. If layers are updated in the backward, the link has room now: a share of
+        this update is queued, so that weights come in between shares. All of it is queued before the head."""
         last = self._layers - 1
         if self._schedule.in_backward:
             with uninterrupted():
@@ -93,8 +93,8 @@ class Outer:
 
     @unwatched
     def backward_begins(self, index: int) -> None:
-        """Call before layer `index` runs backward: after a head's backward, the memory of weights that no other one has
-        saved is released."""
+        """Call before layer `index` runs backward. At the last layer, just after the head's backward, the weights'
+        memory is released, unless something else still holds it."""
         if index < self._layers - 1 or self._pending:
             return
         if not self._away:
@@ -111,7 +111,7 @@ class Outer:
     def look_up(self, input: Tensor) -> Tensor:
         """In place of the embedding's forward."""
         embed, weight, ids = self.embed, self.embed.weight, input
-        # A checkpoint around it would run it again, when it is no longer ahead, and save other indices.
+        # A checkpoint would run this again in the backward, no longer ahead of the update, and save other indices.
         alone = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         ahead = self._pending and self._own.grad is not None and self._own.param is weight and alone and ids.numel() > 0
         if not ahead or embed.max_norm is not None or embed.scale_grad_by_freq or embed.sparse:
@@ -148,7 +148,7 @@ class Outer:
             turn[1] = compute.mark()
             state = {key: value.view(-1) for key, value in sent.items()}
             grad = own.grad.index_select(0, which).reshape(-1)
-            values = state.pop("weight") if "weight" in state else torch.empty_like(grad)  # made of the master
+            values = state.pop("weight") if "weight" in state else torch.empty_like(grad)  # rebuilt from the master
             rule, count = self._rules[own.group], self._counts[own.param]
             update([values], [grad], [state], rule, count, None, self._scratch)
             found.append(values.view(len(few), -1))
@@ -184,7 +184,7 @@ class Outer:
             self._schedule.compute.after(self._filled)
             for held in self.held:
                 held.grad = None  # freed only now: the memory is reused in compute order
-            if self._away:  # and no update is going to rebuild them
+            if self._away:  # released, and no update is going to rebuild them
                 self._make_room()
                 for held in self.held:
                     self._refill(held)
@@ -263,7 +263,7 @@ class Outer:
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a weight, whose gradient is that of the whole weight. Their values are given."""
+    """Rows of a weight (V, D), with `values` (n, D) given in their place; their gradient goes to the whole weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, values: Tensor, rows: Tensor) -> Tensor:
@@ -279,23 +279,23 @@ class _Rows(torch.autograd.Function):
 
 
 def _looked_up(model: nn.Module) -> Iterator[nn.Embedding]:
-    """Embeddings that look up what they are given. Others may do so elsewhere, such as positions, by a mask's shape."""
+    """Embeddings that look up the ids they are given. Others, such as those of positions, may make ids of a mask."""
     given = None
     with suppress(AttributeError, NotImplementedError):
-        given = model.get_input_embeddings()  # some scale what they have looked up
+        given = model.get_input_embeddings()  # may have its own forward, which scales what it has looked up
     for module in model.modules():
         if isinstance(module, nn.Embedding) and (module is given or type(module).forward is nn.Embedding.forward):
             yield module
 
 
 def _is_saved(param: nn.Parameter, storage: torch.UntypedStorage) -> bool:
-    """Whether a graph has saved the parameter for its own backward, or somebody holds a view of its memory. Else two
-    refer to it, Python and what adds to its gradient; and two to its storage, it and `storage`."""
+    """Whether a graph has saved the parameter for its backward, or somebody holds a view of its memory. Otherwise the
+    parameter has two references, Python's and its gradient accumulator's; its storage two, its own and `storage`."""
     return param._use_count() > 2 or torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 def _references(param: nn.Parameter) -> int:
-    """How many refer to the parameter's gradient, or to its memory; 0 without one."""
+    """How many references there are to the parameter's gradient and to the gradient's memory; 0 without a gradient."""
     if param.grad is None:
         return 0
     storage = param.grad.untyped_storage()
@@ -303,4 +303,4 @@ def _references(param: nn.Parameter) -> int:
 
 
 ALONE = nn.Parameter(torch.zeros(1, device="cpu"))
-ALONE.grad = torch.zeros(1, device="cpu")  # nobody else refers to it
+ALONE.grad = torch.zeros(1, device="cpu")  # for comparison: nobody else refers to it

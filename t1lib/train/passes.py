@@ -33,7 +33,7 @@ class Passes:
         own = zip(self.stack, engine.forwards, strict=True)
         plain = all(getattr(forward, "__func__", None) is type(layer).forward for layer, forward in own)
         known = all(type(layer).__module__.startswith("transformers.models.") for layer in self.stack)
-        self._recompute = Recompute(whole=not (plain and known))  # of a compiled one, for example, nothing is left out
+        self._recompute = Recompute(whole=not (plain and known))  # a compiled layer, for one, is recomputed whole
         owned = ([(m._parameters, *p) for m in layer.modules() for p in m._parameters.items()] for layer in self.stack)
         self._places = [[place for place in places if place[2] is not None] for places in owned]
         self._inputs = Inputs(self._schedule) if choice.inputs == "host" else None
@@ -80,7 +80,7 @@ class Passes:
         held, modules = self._schedule.layers.get(index), [*self.stack[index].modules()]
         merged = any(own.get("_disable_adapters") and own.get("merged_adapters") for own in map(vars, modules))
         unmerged = "merged adapters that are disabled, which PEFT unmerges on the way: unmerge_adapter() first"
-        require(not merged or held is None, unmerged)  # it would take them out of a copy in a slot
+        require(not merged or held is None, unmerged)  # PEFT would take them out of the slot's copy of the weights
         version, graphs = 0 if held is None else held.version, [] if keep else None
         cached = any(isinstance(value, Cache) for value in (*whole.args, *whole.kwargs.values()))
         rows = None if cached else self.engine.micro_batch
@@ -141,8 +141,8 @@ class Passes:
         return bound and not odd and self._graphs.allow(index)
 
     def backward(self, index: int, hidden: Tensor | None, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
-        """Return the gradient of the layer's input, given that of its output, and send off the layer's own. hidden: the
-        input; None: graphs are kept"""
+        """Return the gradient of the layer's input, given that of its output; the gradients of its parameters go to the
+        schedule. hidden: the input; None: graphs are kept"""
         gone = "a backward after close(), of a forward before it; run the forward again"
         require(self.engine.passes is self, gone)
         schedule, found, replayed = self._schedule, [], False
@@ -171,7 +171,7 @@ class Passes:
                 if k == 0:
                     schedule.want_gradients(index)  # not before: it waits for a slot
                 with self.engine.trace.span("compute", "backward", index):
-                    if out.requires_grad:  # unless it is the input, of a layer that was skipped
+                    if out.requires_grad:  # not if the layer was skipped and returned its input
                         torch.autograd.backward(out, part)
                 found.append(x.grad)
             if held is not None:
@@ -223,7 +223,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         require(not torch.is_grad_enabled(), "create_graph=True through streamed layers; allowed: loss.backward()")
-        # What adds to the anchor's gradient runs in a whole backward alone.
+        # The node that accumulates the anchor's gradient runs only in a whole backward.
         partly = ctx.needs_input_grad[0] and not torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         require(not partly, "autograd.grad, or backward(inputs=…), through streamed layers; allowed: loss.backward()")
         saved, hidden = ctx.saved, None
@@ -231,7 +231,7 @@ class _Layer(torch.autograd.Function):
         same = saved.modes == Saved.modes_of(ctx.passes.stack[ctx.index].modules())
         found = f"layer {ctx.index} was put into training or evaluation mode, or its adapters were switched, between"
         require(same, f"{found} its forward and its backward; allowed: before or after both")
-        ctx.saved = None  # nothing is left of the batch if somebody keeps the loss
+        ctx.saved = None  # so that somebody who keeps the loss keeps nothing else of the batch
         with ctx.passes.engine.lock:
             if saved.graphs is None:
                 hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()

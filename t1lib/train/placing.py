@@ -35,8 +35,8 @@ def refuse_shared(model: nn.Module, stack: Sequence[nn.Module], streamed: list[s
 
 
 def refuse_recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook before the model's forward: raise `T1Error` for a loss with routers' logits, or attention's weights, which
-    layers record on the way: only their output has a gradient."""
+    """A hook before the model's forward: raise `T1Error` if router logits or attention weights are asked for with
+    gradients. Layers record these on the way, but only a layer's output has a gradient."""
     for name in ("output_router_logits", "output_attentions"):
         asked = kwargs.get(name)
         asked = getattr(model.config, name, False) if asked is None else asked
@@ -48,7 +48,7 @@ def require_host_memory(engine: "Engine", choice: Choice | None) -> None:
     """Raise `T1Error` unless the host can hold the layers with their state."""
     layout, like = engine.layout, torch.empty(0, dtype=engine.layout.dtype)
     kinds = engine.precision.kinds(like, *engine.optimizer.rules())
-    waits = not engine.in_backward or (choice is not None and choice.host_share > 0)  # gradients, for updates
+    waits = not engine.in_backward or (choice is not None and choice.host_share > 0)  # whether gradients wait there
     each = sum(kind.itemsize for kind in kinds.values()) + layout.dtype.itemsize * waits
     trained = sum(any(dict(layer.named_parameters())[n].requires_grad for n in layout.shapes) for layer in engine.stack)
     # Weights move layer by layer, so that only one layer's are held twice.
@@ -87,7 +87,7 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
     head = engine.head or ({"head": "fused"} | patches[0] if patches else {"head": "full"})
     workspace = parse_bytes(head.get("workspace") or DEFAULT_WORKSPACE)
     drawn_from = [engine.device] if engine.device.type == "cuda" else []
-    with torch.random.fork_rng(drawn_from):  # a layer is run to see what it saves; a dropout must draw as before
+    with torch.random.fork_rng(drawn_from):  # running a layer to see what it saves must not change dropout's draws
         work = work_of(
             inner, lambda p: engine.precision.kinds(p, *groups), rows=rows, seq=seq, micro_batch=engine.micro_batch,
             workspace=workspace, together=not engine.in_backward, layers=engine.stack, trained=trained,
@@ -102,15 +102,15 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
 
 
 def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int) -> dict[str, int]:
-    """Width of a layer's input, and bytes per token that a layer saves, where no configuration tells: found by running
-    a layer on one row or, for a decoder of transformers with adapters, on short rows."""
+    """Arguments `hidden` and `saved` of `work_of` (width, bytes per token) if the configuration does not tell: measured
+    by running a layer on one row or, for a decoder of transformers with adapters, on short rows (`saved` only)."""
     layer, held = engine.stack[0], next(iter(engine.host), None)
     adapted = len(engine.layout.shapes) < sum(1 for _ in layer.parameters())
     base, kinds = getattr(inner, "base_model", None), MODEL_FOR_CAUSAL_LM_MAPPING
     known = [*getattr(base, "layers", ())] == engine.stack and hasattr(base, "norm") and type(base.config) in kinds
     if known and adapted:  # `saved_by_layer` takes the model itself apart
         head = inner.get_output_embeddings()
-        known = isinstance(getattr(head, "layer", head), nn.Linear)  # in a call of a patched model, a stand-in
+        known = isinstance(getattr(head, "layer", head), nn.Linear)  # a stand-in while a patched model is called
     if known and not adapted:
         return {}
     early = "plan_for is for decoders such as Llama of transformers; leave it out: the first batch decides"

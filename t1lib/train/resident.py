@@ -1,5 +1,5 @@
-"""Optimizers of parameters that stay where they are: PyTorch's own, or the kit's for 16-bit ones with masters; their
-state, and whether what was saved of a run fits."""
+"""Optimizers of parameters that stay where they are: PyTorch's own, or the kit's for 16-bit ones with masters. Also,
+their state, and the check that a saved state fits."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -17,7 +17,7 @@ from t1lib.train.update import State, check_state, follow, new_state, step_tenso
 def make_optimizer(
     spec: OptimizerSpec, params: Iterable[nn.Parameter], fused: bool, capturable: bool = False
 ) -> torch.optim.Optimizer:
-    """`torch.optim.AdamW` or `SGD` by the spec. capturable: by a CUDA graph"""
+    """`torch.optim.AdamW` or `SGD` by the spec. capturable: whether it must run in a CUDA graph"""
     common = {"lr": spec.lr, "weight_decay": spec.weight_decay, "fused": fused or None}
     if spec.name == "adamw":
         return torch.optim.AdamW(params, betas=spec.betas, eps=spec.eps, capturable=capturable, **common)
@@ -25,11 +25,11 @@ def make_optimizer(
 
 
 class ResidentOptimizer(torch.optim.Optimizer):
-    """As the AdamW or SGD that it is made of, with state kept as `precision` says, such as float32 masters.
+    """Works as the AdamW or SGD that it is made from, but keeps state as `precision` says, such as float32 masters.
 
     device   where the model computes; the parameters, with their state, may be on the CPU
     groups   number of each parameter's group, by the parameter's id
-    counts   updates so far, by parameter; one that is not in it has no state yet
+    counts   updates so far, by parameter; a parameter that is missing has no state yet
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device) -> None:
@@ -37,11 +37,11 @@ class ResidentOptimizer(torch.optim.Optimizer):
         self.precision, self._device = precision, device
         self.groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         self.counts: dict[nn.Parameter, int] = {}
-        self._known: dict[nn.Parameter, tuple[int, int]] = {}  # `version_of` each, when its master was last true
+        self._known: dict[nn.Parameter, tuple[int, int]] = {}  # `version_of` each, when its master last fit
 
     def rules(self) -> list[Rule]:
-        """The groups' hyperparameters as they are now. On a CPU that computes, PyTorch's choice of implementation is
-        kept; beside a GPU, the fused one moves the least memory."""
+        """The groups' hyperparameters as they are now. If the CPU computes, PyTorch's choice of implementation is kept,
+        for bitwise equal results; with a GPU, it is the fused one, which moves the least memory."""
         cuda = self._device.type == "cuda"
         own, rate = ({"foreach": False, "fused": True}, float) if cuda else ({}, deepcopy)  # schedules write to tensors
         plain = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
@@ -84,8 +84,8 @@ def version_of(param: Tensor) -> tuple[int, int]:
 
 
 def state_in(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> tuple[State, dict[nn.Parameter, int]]:
-    """A parameter's state in an optimizer, made if there is none yet, and the counts of updates beside it by parameter:
-    the kit's; PyTorch's own are part of the state."""
+    """A parameter's state in an optimizer, made if there is none yet. With it, the counts of updates by parameter that
+    the kit's optimizers keep; a new dict for PyTorch's, whose counts are part of the state."""
     if isinstance(optimizer, ResidentOptimizer):
         return optimizer.state_of(param), optimizer.counts
     rule, state, plain = optimizer.param_groups[0], optimizer.state[param], Precision(masters=None)
@@ -98,8 +98,8 @@ def state_in(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> tuple[Sta
 
 
 def check_saved(state: Mapping[str, Any], params: dict[str, Tensor], trained: dict[str, Collection[str]]) -> None:
-    """Raise `T1Error` unless it has the step, weights like `params` by name, and of the `trained` ones the optimizer's
-    tensors by key. Floats of any width fit one another, other types only themselves."""
+    """Raise `T1Error` unless `state` has the step, weights that fit `params` by name and, for each name in `trained`,
+    optimizer state with these keys. Floats of any width fit one another, other dtypes only themselves."""
     try:
         weights, states, _ = (state[key] for key in ("model", "optimizer", "step"))
         found, own = ({name: _form(tensor) for name, tensor in each.items()} for each in (weights, params))

@@ -3,7 +3,7 @@
     forward    weights i come in | layer i computes
     backward   weights i come in | layer i is recomputed, then its gradients | gradients i leave
     updates    the state of layer i comes in, is updated and leaves during the next forward, ahead of the layer; or the
-               CPU updates the layer. In the backward, if nothing has to wait for the last gradient.
+               CPU updates the layer. With `update_in_backward`, all this begins in the backward.
 
 Each column is a lane, and all lanes overlap. A layer's weights are not sent before its update is done, and what a slot
 holds is known at any time, so stale weights are never read.
@@ -69,7 +69,7 @@ class Schedule:
             if "master" in layer.state:
                 layer.state["master"].copy_(layer.flat)
         kinds = precision.kinds(torch.empty(0, dtype=layout.dtype), *rules) if trained or guests else {}
-        # Updates that need nothing but weights and gradients are made in the slots, and the new weights leave.
+        # Updates in the backward that need no state are made in the slots, and the new weights leave.
         self.stateless = self.in_backward and not kinds
         # Others read the weights in their slot, right after the backward, unless a master rebuilds them.
         self._read_slots = self.in_backward and bool(kinds) and "master" not in kinds
@@ -77,7 +77,7 @@ class Schedule:
         kinds = {"weight": layout.dtype, **kinds} | ({} if self.in_backward else {"grad": layout.dtype})
         numel = max([layout.numel, *(guest.numel() for guest in guests)])
         self.travel = Travel(engine, kinds if any_travels else {}, numel)
-        # The buffers' zeros, and what was in their memory before, may still be queued: no copy may overtake them.
+        # Zeroing the buffers, and earlier work in the same memory, may still be queued: no copy may overtake it.
         made = self.compute.mark()
         for lane in (self.inward, self.outward, *self.travel.lanes):
             lane.after(made)
@@ -87,13 +87,13 @@ class Schedule:
         update. again: whether this is the second time in this step"""
         slot = layer.slot
         if slot.holds is not None:
-            self.thread.wait(slot.holds.index)  # a copy that is still to be queued would come too late
+            self.thread.wait(slot.holds.index)  # else its copy, if not queued yet, would later overwrite this one
         if layer.update is not None:
             slot.holds = layer
             self._begin_update(layer)
             return
         phase = "weights again" if again else "weights"
-        with uninterrupted():  # a copy that is queued for a slot that nobody knows to be taken would come too late
+        with uninterrupted():  # else a copy might be queued for a slot that counts as free
             slot.holds = None  # until the copy is sure to be queued
             self.thread.then(layer.index, partial(self._copy_in, layer, phase, self.engine.trace))
             slot.holds = layer
@@ -116,7 +116,7 @@ class Schedule:
         self.thread.wait(layer.index)
         self.compute.after(layer.slot.filled)
         if layer.waiting is not None and layer.update is None and not again:
-            # The forward's inputs need the memory of these gradients. If there are to be more, all wait on the host.
+            # The forward's inputs need their memory. Gradients that are still wanted, and later ones, go to the host.
             if layer.has_gradients:
                 layer.see_gradients()
                 self._waits_on_device = False
@@ -125,7 +125,7 @@ class Schedule:
         layer.bind(layer.slot.views)
 
     def take_over(self, *layers: HostLayer) -> None:
-        """Take over what may have been written to the host's weights of these layers; no slot holds them."""
+        """Take over what may have been written to the host's weights of these layers; a slot's copy is then stale."""
         for layer in layers:
             if layer.touched:
                 if layer.slot.holds is layer:
@@ -221,7 +221,7 @@ class Schedule:
         return slot.freed
 
     def abort(self) -> None:
-        """An error ends a backward. If a whole one was before it, its updates stand, and this one was to be refused."""
+        """Note that an error ended a backward, unless a whole one came before it: then this one had to be refused."""
         now = torch._C._current_graph_task_id()
         self.aborted = all(layer.backward in (None, now) for layer in self._order)
 
@@ -233,7 +233,7 @@ class Schedule:
         self.aborted = False
 
     def step(self) -> None:
-        """Begin the updates of all layers that have gradients; the first layers' turn comes next."""
+        """Begin the updates of all layers that have gradients, and fetch the first layers: the next forward's."""
         rules, self.aborted = self._rules(), False
         for layer in self._order:
             layer.backward = None
@@ -300,7 +300,7 @@ class Schedule:
         self.thread.wait(layer.index)
 
     def settle(self, layer: HostLayer) -> None:
-        """Let nothing that is queued touch the layer's host memory any more."""
+        """As `finish`, and wait for a copy to the slot. What leaves the device may still be under way (`left`)."""
         self.finish(layer)
         if layer.slot.holds is layer:
             wait_for(layer.slot.filled)

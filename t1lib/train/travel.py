@@ -31,13 +31,13 @@ class Span(NamedTuple):
 
 
 class Update(NamedTuple):
-    grads: Tensor | list[Tensor]  # flat: on the host they come in with the state; or on the device, as `Travel` cuts
+    grads: Tensor | list[Tensor]  # flat, on the host (they come in with the state) or device; or pieces by `Travel.cut`
     spans: list[Span]
     known: Sequence[Mark]  # to wait for before gradients and their factor are read
     whole: bool  # whether the spans cover everything: then masters rebuild the weights, which need not come in
     scale: Tensor | None = None  # factor of the gradients
     onto: Tensor | None = None  # flat, on the device: receives the new weights, too, or alone if the host has none
-    there: bool = False  # whether it holds the weights already, so that they need not come in
+    there: bool = False  # whether `onto` holds the weights already, so that they need not come in
 
 
 @dataclass(eq=False)
@@ -83,8 +83,8 @@ class Travel:
         return [slice(start, min(start + self._size, numel)) for start in range(0, numel, self._size)]
 
     def by_piece(self, traveller: Traveller, given: Update, together: int = TOGETHER) -> Iterator[tuple[Mark, Mark]]:
-        """Queue an update, `together` pieces at a time; gives the marks at which gradients have been read, and weights
-        are updated."""
+        """Queue an update, `together` pieces at a time. Each time yields two marks: at the first their gradients have
+        been read, at the second their weights are updated."""
         inward, lane, outward = self.lanes
         given = given._replace(there=given.there or traveller.flat is None)
         rebuilt = given.there or ("master" in traveller.state and given.whole)
@@ -126,7 +126,7 @@ class Travel:
             yield (inward.mark() if come_too else marks[-1]), marks[-1]
 
     def _update(self, at: slice, slot: dict[str, Tensor], keys: Set[str], grad: Tensor, given: Update) -> None:
-        """Update the weights, in their place in `onto` if they are there, and copy them where else they belong."""
+        """Update a piece's weights, in `onto` if they are there, else in the slot; then copy them where else needed."""
         onto = None if given.onto is None else given.onto[at]
         weight = onto if given.there else slot["weight"]
         for whole, rule, count in given.spans:

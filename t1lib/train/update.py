@@ -1,9 +1,9 @@
-"""One optimizer update of named or flat tensors, by the rule of a parameter group of `torch.optim`.
+"""One optimizer update of a list of tensors, by the rule of a parameter group of `torch.optim`.
 
-16-bit parameters with a float32 master are updated in pieces: each is widened, updated and rounded while it is in the
-processor's caches. On a GPU a single kernel does this for AdamW, which reads and writes every value of the state once
+16-bit parameters with a float32 master are updated in pieces: each is widened, updated and rounded (on a CPU, while it
+is in the caches). On a GPU a single kernel does all this for AdamW, reading and writing every value of the state once.
 (PyTorch's fused AdamW takes tensors of one dtype, and would need widening, rounding and splitting in passes of their
-own). All else is updated by PyTorch.
+own.) All else is updated by PyTorch.
 """
 
 import math
@@ -113,13 +113,13 @@ def new_state(param: Tensor, rule: Rule, precision: Precision) -> State:
 
 
 def step_tensor(count: int, device: torch.device | str = "cpu") -> Tensor:
-    """() as `torch.optim` counts updates, also where the default dtype has 16 bits, and could not."""
+    """A count of updates as `torch.optim` keeps it, (); float32 or wider, as 16 bits could not count that far."""
     return torch.tensor(count, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32), device=device)
 
 
 def join(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
-    """float32 whose upper half are the bits of the bfloat16 `high`, plus the int16 `low`. A zero that somebody wrote
-    may stand beside a negative `low`, which no zero of `split` has: the sum would be nan."""
+    """float32 with the bits of the bfloat16 `high` as its upper half, plus the int16 `low`; but beside a 0, a negative
+    `low` counts as 0. `split` makes no such pair, but somebody may have written the 0, and the sum would be nan."""
     bits = torch.empty(high.shape, dtype=torch.int32, device=high.device) if out is None else out.view(torch.int32)
     bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(torch.where(high == 0, low.clamp_min(0), low))
     return bits.view(torch.float32)
@@ -135,7 +135,7 @@ def split(wide: Tensor, high: Tensor, low: Tensor) -> None:
 
 
 def follow(master: Tensor, weight: Tensor) -> None:
-    """Let a master follow its weight, where somebody has written to it: where it is not the master's rounding."""
+    """Let a master follow its weight where somebody has written to it: where the weight is not the rounded master."""
     torch.where(master.to(weight.dtype) == weight, master, weight.float(), out=master)
 
 
@@ -185,8 +185,7 @@ def update(
 def _torchs(
     weights: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], rule: Rule, count: int
 ) -> None:
-    """PyTorch's update. Its own choice of implementation is kept on a CPU that computes, so that results are the same
-    bits; elsewhere the fused one is taken, which moves the least memory."""
+    """PyTorch's update, with the implementation that the rule names: see `ResidentOptimizer.rules`."""
     common = {k: rule[k] for k in ("lr", "weight_decay", "maximize", "foreach", "fused")}
     if "betas" in rule:
         steps = [step_tensor(count - 1, w.device if rule["fused"] else "cpu") for w in weights]
@@ -274,9 +273,8 @@ def check_state(weight: Tensor, keys: Collection[str], saved: State, name: str) 
 
 @torch.no_grad()
 def take_state(weight: Tensor, state: State, saved: State) -> int:
-    """Copy a saved state, which must have passed `check_state`, into `state`; returns how many updates it has seen. A
-    weight follows the master that comes with it; a missing master is made of it, and what else is missing starts anew.
-    """
+    """Copy a saved state, which must have passed `check_state`, into `state`; returns how many updates it has seen. The
+    weight is set to a saved master; a missing master is made from the weight. All else that is missing becomes 0."""
     saved = {k: v for k, v in saved.items() if v is not None}
     if "low" in state and "master" in saved:
         split(saved["master"].to(torch.float32, copy=True), weight, state["low"])
