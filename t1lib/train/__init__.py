@@ -20,7 +20,7 @@ from t1lib.train.engine import Engine
 from t1lib.train.optimizer import StreamOptimizer, check_optimizer
 from t1lib.train.placing import check_choice
 
-_LATER = {  # imported on first use: some of these modules themselves import `stream` from here
+_LATER = {  # imported on first use: some of these modules import from this one (`stream`, `usable`)
     "t1lib.train.loop": ("StepRecord", "Trainer"),
     "t1lib.train.modes": ("MODES", "make_trainer"),
     "t1lib.train.checkpoint": ("load_checkpoint", "save_checkpoint"),
@@ -112,7 +112,7 @@ def stream(
 
 
 def usable(device: torch.device | str | None) -> torch.device:
-    """The CPU or GPU asked for (default: a GPU if any). Raises `T1Error` for all else, and a GPU if there is none."""
+    """The CPU or GPU asked for (default: a GPU if any). Raises `T1Error` for others, and for a GPU if there is none."""
     there = torch.cuda.is_available()
     try:
         found = torch.device(("cuda" if there else "cpu") if device is None else device)

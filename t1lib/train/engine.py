@@ -40,7 +40,7 @@ class Engine:
         self.micro_batch, self.in_backward, self.overlap, self.budget = micro_batch, in_backward, overlap, budget
         self.accumulate, self.head = accumulate and not in_backward, head
         self.trace: NoTrace = NoTrace()
-        self.lock = threading.RLock()  # held to run a layer, and to step: another thread may evaluate meanwhile
+        self.lock = threading.RLock()  # held to run a layer, and to step: another thread may want to evaluate
         self.optimizer = StreamOptimizer(self, optimizer)
         groups = self.optimizer.groups
         streamed = streamed_names(self.stack, groups)

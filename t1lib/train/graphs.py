@@ -23,7 +23,7 @@ LIMIT = 32  # graphs; beyond this, batches of new shapes run eagerly
 class LayerGraphs:
     """Runs functions of layers as CUDA graphs. Layers that are alike and take turns in a slot share a graph: a call
     runs eagerly the first time, is captured the second time, and is replayed from then on. Graphs share their memory,
-    as they run one after the other and leave nothing there. allowed: indices of the layers that may run this way"""
+    as they run one after the other, none needing what another left. allowed: indices of layers that may run this way"""
 
     def __init__(self, layers: Sequence[nn.Module], allowed: set[int]) -> None:
         kinds: dict[Any, int] = {}
@@ -121,8 +121,8 @@ def _layout(tensor: Tensor) -> Any:
 
 @cache
 def _capturing(device: torch.device) -> "torch.cuda.Stream":
-    """One stream for all captures on a device. It has high priority because PyTorch hands out normal streams in turn:
-    a lane could have got the same one."""
+    """One stream for all captures on a device. It has high priority, as all lanes but the urgent one have normal
+    priority: PyTorch hands out the streams of one priority in turn, so that a lane could have got the same one."""
     return torch.cuda.Stream(device, priority=-1)
 
 

@@ -171,7 +171,7 @@ class HostLayer(Traveller):
 
     def spans(self, rules: list[Rule]) -> list[Span]:
         """What the next update covers: parameters that have a gradient, with the rules of their groups. Adds 1 to their
-        counts. Neighbours are joined, but not on a CPU, where PyTorch would update each alone."""
+        counts. On a GPU neighbours of one rule and count are joined; on a CPU each is alone, as PyTorch updates it."""
         found: list[Span] = []
         for name, group in self.groups.items():
             if name in self.absent:
@@ -272,7 +272,7 @@ class HostLayer(Traveller):
         self.absent, self.norms, self.scale, self.seen = set(self.params), None, None, None
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the gradients: when somebody looks or the update reads them; at once if somebody holds any."""
+        """Multiply the gradients: when somebody looks or the update reads them; at once if somebody may hold some."""
         self.scale = factor if self.scale is None else self.scale * factor
         self.norms = None
         if self.seen is not None:

@@ -3,7 +3,7 @@
 The next step begins with the embedding, so it would have to wait for the whole update. But it needs only a few rows:
 the host gathers and sends the state of these rows, and a copy of them is updated ahead of the whole matrix.
 
-Nothing reads the two between the head's backward and that update. So the device memory of their weights is released
+Nothing reads the two matrices between the head's backward and that update. So their weights' device memory is released
 in the layers' backward, when memory is tightest; the update rebuilds them from masters, or from copies on the host.
 """
 
@@ -279,7 +279,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _looked_up(model: nn.Module) -> Iterator[nn.Embedding]:
-    """Embeddings that look up the ids they are given. Others, such as those of positions, may make ids of a mask."""
+    """Embeddings that look up the ids they are given. Others, such as those of positions, may make ids from a mask."""
     given = None
     with suppress(AttributeError, NotImplementedError):
         given = model.get_input_embeddings()  # may have its own forward, which scales what it has looked up

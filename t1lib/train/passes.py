@@ -171,7 +171,7 @@ class Passes:
                 if k == 0:
                     schedule.want_gradients(index)  # not before: it waits for a slot
                 with self.engine.trace.span("compute", "backward", index):
-                    if out.requires_grad:  # not if the layer was skipped and returned its input
+                    if out.requires_grad:  # not if the layer was skipped, and its input needs no gradient
                         torch.autograd.backward(out, part)
                 found.append(x.grad)
             if held is not None:

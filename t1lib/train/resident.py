@@ -1,4 +1,4 @@
-"""Optimizers of parameters that stay where they are: PyTorch's own, or the kit's for 16-bit ones with masters. Also,
+"""Optimizers of parameters that stay where they are: PyTorch's own, or the kit's for 16-bit ones with masters. Also
 their state, and the check that a saved state fits."""
 
 from collections import defaultdict

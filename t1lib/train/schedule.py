@@ -116,7 +116,7 @@ class Schedule:
         self.thread.wait(layer.index)
         self.compute.after(layer.slot.filled)
         if layer.waiting is not None and layer.update is None and not again:
-            # The forward's inputs need their memory. Gradients that are still wanted, and later ones, go to the host.
+            # The forward's inputs need these gradients' memory. Those still wanted, and later ones, go to the host.
             if layer.has_gradients:
                 layer.see_gradients()
                 self._waits_on_device = False
@@ -221,7 +221,7 @@ class Schedule:
         return slot.freed
 
     def abort(self) -> None:
-        """Note that an error ended a backward, unless a whole one came before it: then this one had to be refused."""
+        """Note that an error ended a backward. Not if a whole one came before: its updates stand; this was refused."""
         now = torch._C._current_graph_task_id()
         self.aborted = all(layer.backward in (None, now) for layer in self._order)
 
@@ -300,7 +300,7 @@ class Schedule:
         self.thread.wait(layer.index)
 
     def settle(self, layer: HostLayer) -> None:
-        """As `finish`, and wait for a copy to the slot. What leaves the device may still be under way (`left`)."""
+        """As `finish`, and wait until a copy to the slot has read the host's weights. `left` may still be to come."""
         self.finish(layer)
         if layer.slot.holds is layer:
             wait_for(layer.slot.filled)

@@ -113,7 +113,7 @@ def new_state(param: Tensor, rule: Rule, precision: Precision) -> State:
 
 
 def step_tensor(count: int, device: torch.device | str = "cpu") -> Tensor:
-    """A count of updates as `torch.optim` keeps it, (); float32 or wider, as 16 bits could not count that far."""
+    """A count of updates as `torch.optim` keeps it, (); float32 even if the default dtype has 16 bits: too few."""
     return torch.tensor(count, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32), device=device)
 
 
@@ -273,8 +273,8 @@ def check_state(weight: Tensor, keys: Collection[str], saved: State, name: str) 
 
 @torch.no_grad()
 def take_state(weight: Tensor, state: State, saved: State) -> int:
-    """Copy a saved state, which must have passed `check_state`, into `state`; returns how many updates it has seen. The
-    weight is set to a saved master; a missing master is made from the weight. All else that is missing becomes 0."""
+    """Copy a saved state, which must have passed `check_state`, into `state`; returns how many updates it has seen. If
+    masters are kept, the weight is set to a saved one, or one is made from the weight. All else missing becomes 0."""
     saved = {k: v for k, v in saved.items() if v is not None}
     if "low" in state and "master" in saved:
         split(saved["master"].to(torch.float32, copy=True), weight, state["low"])
