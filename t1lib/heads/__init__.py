@@ -47,7 +47,7 @@ def linear_cross_entropy(
     token_weight    (…) factor on each token's loss and, under "mean", on its share of the denominator; constant
     workspace       bytes, or a string such as "256MiB": the most memory the head may use beyond inputs and gradients;
                     None: the head's own default
-    filter_eps      in (0, 1): zero the logits' gradient wherever |softmax − one-hot| is smaller (CCE: in whole blocks)
+    filter_eps      in (0, 1): zero the logits' gradient where |softmax − one-hot| is smaller (CCE: only whole blocks)
     return_stats    also return `HeadStats`, whose fields have the target's shape
 
     Returns the loss in float32 (float64 for float64 operands), of shape (…) under "none" and a scalar otherwise; with

@@ -41,7 +41,7 @@ def chunked(
     float16 with a loss scaler, gradients below 6e-8 are lost: use by="vocabulary".
     by="vocabulary" (what T1M3's code does): splits the columns of the logits into `chunks` chunks (default: of 8192
     columns), four products. dE accumulates in an N × D float32 buffer; each slice of dW is written once.
-    workspace, instead of `chunks`: the largest chunks whose buffers fit on a GPU, without counting cuBLAS's own. Raises
+    workspace, instead of `chunks`: the largest chunks whose buffers fit into it on a GPU, cuBLAS's not counted. Raises
     `T1Error` for a bad option, filter_eps, chunks and workspace together, a workspace too small (stating the least that
     works), a second backward by sequence (except under "none"), and create_graph=True."""
     choose("by", by, ("sequence", "vocabulary"))
@@ -174,7 +174,7 @@ class Rows(NamedTuple):
 
 
 def _parts(columns: int) -> list[slice]:
-    """Split the columns at a multiple of `ALIGN`, for which cuBLAS is fast; no part is empty."""
+    """Split the columns at the last multiple of `ALIGN`, up to which cuBLAS is fast; no part is empty."""
     whole = columns // ALIGN * ALIGN
     return [part for part in (slice(0, whole), slice(whole, columns)) if part.start < part.stop]
 

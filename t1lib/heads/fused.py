@@ -1,6 +1,6 @@
 """Head `fused`: Triton kernels that never hold the whole logits and run at the speed of the matrix products. PyTorch
-sees one operator, and a second one for a backward that recomputes the logits, so that its compiler knows their shapes
-and gradients. Both take six tensors, numbers, sizes, words and flags (`_packed`)."""
+sees one operator, and a second one for a backward that recomputes the logits: its compiler knows what shapes and what
+gradients they give. Both take six tensors, numbers, sizes, words and flags (`_packed`)."""
 
 import os
 import threading
@@ -36,8 +36,8 @@ def fused(
     chunks      instead of workspace: number of chunks of tokens, rounded to whole row tiles. In 16 bits dW is rounded
                 once per chunk; the targets' own terms and the rows of the 1024 most frequent targets only once
     tail        "fp8": where the forward computes the gradients on a Hopper GPU, the products for dE and dW take the
-                small entries of the logits' gradient in FP8 (docs/fp8.md). It has no effect elsewhere, under "none",
-                without tokens, and if the weight is below 2048 × 64 or its rows do not start on 16-byte boundaries
+                small entries of the logits' gradient in FP8 (docs/fp8.md). No effect on a CPU or another GPU with FP8,
+                under "none", without tokens, and if the weight is below 2048 × 64 or not in rows on 16-byte boundaries
 
     Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper. Elsewhere, for float64, and for bfloat16
     in Triton's interpreter, head `chunked` takes over (with filter_eps, `full`). Raises `T1Error` for a bad argument, a
@@ -57,7 +57,7 @@ def fused(
 
 
 def _check_tail(tensors: Tensors, s: Settings, chunks: int | None) -> None:
-    """Raise `T1Error` for operands, options and GPUs that tail="fp8" does not support."""
+    """Raise `T1Error` for operands and options that tail="fp8" excludes, and for a GPU without FP8."""
     device, dtypes = tensors.input.device, (tensors.input.dtype, tensors.linear_weight.dtype)
     compute = options.autocast_dtype(tensors.input) or dtypes[0]
     wrong = {
@@ -72,8 +72,8 @@ def _check_tail(tensors: Tensors, s: Settings, chunks: int | None) -> None:
 
 
 def kernels_run(input: Tensor) -> bool:
-    """Whether the kernels take this input: not empty, at most 32 bits per element, on CUDA or in Triton's interpreter,
-    which gets products of bfloat16 (also from autocast) wrong without an error."""
+    """Whether the kernels take this input: not empty, at most 32 bits per element, on CUDA or in Triton's interpreter;
+    not products of bfloat16 (also from autocast) in the interpreter, which gets them wrong without an error."""
     empty = not torch.compiler.is_compiling() and input.numel() == 0  # the compiler may not know the number of tokens
     compute = options.autocast_dtype(input) or input.dtype
     there = compute != torch.bfloat16 if os.environ.get("TRITON_INTERPRET") == "1" else input.is_cuda
@@ -125,7 +125,7 @@ def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
     "t1lib::linear_cross_entropy", mutates_args=(), schema=f"({ARGUMENTS}) -> ({7 * 'Tensor, '}Tensor)"
 )
 def forward_op(*call):
-    """(loss, lse, logprob, correct, saved, dE, dW, dBias), or empty. saved: if a token counts, or what `late` needs."""
+    """(loss, lse, logprob, correct, saved, dE, dW, dBias); some may be empty. saved: if any token counts, or lse."""
     from t1lib.heads import fused_launch, fused_run  # need Triton
 
     tensors, (*needs, early, return_stats, _, tail) = Tensors(*call[:6]), call[9]

@@ -26,7 +26,7 @@ FREQUENT_FROM = 4  # tokens: targets that have as many or more count as frequent
 BLOCK = 1024  # columns per step in kernels where a program handles one row
 STAGES = 4  # pipeline stages of the kernels of `hopper` and `tail`, 48 KiB of shared memory each
 CACHED = 10 * 2**20  # bytes of hidden states that stay in a 50 MB L2 cache while the weight streams through it
-TOGETHER = 16, 4  # row blocks of dE, and at least how many column blocks of dW, that go through the vocabulary together
+TOGETHER = 16, 4  # most row blocks of dE, and least bound on column blocks of dW, that go through V together
 
 
 def allocate(device: torch.device, buffers: dict[str, Buffer]) -> dict[str, Tensor]:
@@ -119,7 +119,7 @@ class Pass:
         return loss, opts.stats(lse, logprob, correct > 0) if stats else None
 
     def each(self, block: int | None = None) -> Iterator[None]:
-        """Iterate over the chunks: each is packed before it is yielded, and its rows of dE are written afterwards.
+        """Iterate over the chunks: each is packed before its turn, and its rows of dE are written afterwards.
         block: chunks are made of whole blocks of `block` tokens (default: a tile's rows)."""
         t, tokens, de = self.tiles, self.opts.shape.numel(), self.o.needs[0] and self.plan.columns > 0
         spare = self.opts.settings.shards is not None  # one more row, to take those of other processes' tokens
@@ -187,7 +187,7 @@ class Pass:
 
     def launch(self, kernel: Any, *grid: int, **given: Any) -> Callable[[int], None]:
         """Launch a kernel; return a function that launches it again for another `first` that compiles to the same. That
-        skips Triton's look at all arguments and new descriptors, which take longer than a small chunk on the device."""
+        skips Triton's look at all arguments and new descriptors: longer on the host than a small chunk on the GPU."""
         known = self.known
         arguments = {name: given.pop(name) if name in given else known[name] for name in kernel.arg_names}
         given |= FMA

@@ -15,7 +15,7 @@ from t1lib.heads.kernels.tiles import LN2, LOG_TOTAL, OFFSET
 
 
 def targets(c: Pass) -> None:
-    """For all tokens: at ← the target's logit, offset ← a first guess at the offset of its exponentials."""
+    """For all tokens: at ← the target's logit, offset ← a first guess at that of the token's exponentials."""
     m = 64 if c.o.e.is_cuda else c.tiles.m
     c.launch(logits.target_logits, ceil(len(c.order), m), M=m, num_warps=4, num_stages=3)
     if c.opts.settings.shards is not None:

@@ -251,7 +251,7 @@ def check_settings(given: Settings) -> Settings:
 
 
 def _check_shapes(tensors: Tensors, classes: int, same_dtype: bool) -> None:
-    """Require shapes and dtypes as `linear_cross_entropy` documents them. classes, same_dtype: as in `Options`."""
+    """Require shapes, dtypes and constants as `linear_cross_entropy` documents; classes, same_dtype as in `Options`."""
     e, w, target, *_ = tensors
     shape, lead = tuple(e.shape), tuple(e.shape[:-1])
     require(len(shape) >= 1 and shape[-1] >= 1, f"input must have shape (…, D) with D >= 1, got {shape}")

@@ -88,7 +88,7 @@ def linear_cross_entropy(
 @torch.compiler.disable
 def _agree(group: ProcessGroup, called: dict[str, Any], error: str | None, rows: int) -> tuple[int, ...]:
     """Compare a call with the other ranks' when this rank first makes it; return how many weight rows each rank holds.
-    Raises `T1Error` on every rank: for the first rank's `error`, or for a fact that differs."""
+    Raises `T1Error` on every rank: for the first `error` in rank order, or for a fact that differs."""
     known, key = AGREED.setdefault(group, {}), repr((called, rows))
     if error is None and key in known:
         return known[key]
@@ -123,7 +123,7 @@ def require_backend(group: ProcessGroup, device: str) -> None:
 
 
 def _described(value: Any, name: str) -> Any:
-    """What ranks must agree on about a tensor; not a shard's rows. Kernels copy it if its last stride is not 1."""
+    """What ranks must agree on about a tensor; not a shard's rows. Kernels need a copy if its last stride is not 1."""
     if value is None:
         return None
     shape = ("rows", *value.shape[1:]) if name in ("linear_weight", "linear_bias") else tuple(value.shape)

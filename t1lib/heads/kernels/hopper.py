@@ -1,6 +1,6 @@
 """The logits of a chunk on Hopper, in Gluon: one warp copies tiles in; two warpgroups multiply and finish them, each
 half of a tile's rows. While one finishes its half (exponentials, rounding, the copy out), the other one multiplies.
-x and z move in boxes of half a tile's rows, 16-bit results a quarter of its columns at a time; w in whole tiles."""
+Operands have 16 bits. x and z move in boxes of half a tile's rows (16-bit z: a quarter of its columns), w in tiles."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

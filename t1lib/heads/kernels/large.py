@@ -22,7 +22,7 @@ def offsets(
     """Program per row: offset ← one for which exponentials are large above 1 / SHARE of their sum, not counting the
     largest one and the target's. GUESS: from sums over one of `every` columns, whose largest may or may not stand for
     `every` others; the guess is between the two, nearer to the latter. Otherwise only for rows with too many large
-    ones, an overflow, or an offset too large by a factor above WRONG, whose block's flag is set."""
+    ones, an overflow, or an offset too large by a factor above WRONG; these set their block's flag."""
     i = tl.program_id(0)
     if i >= tiles.live_rows(number, start, size):
         return
@@ -60,7 +60,7 @@ def find(
     M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, REDO: tl.constexpr,
 ):  # fmt: skip
     """Program per row: large (size, SLOTS) ← classes of z's entries that are MARK, but for the target, then NOWHERE;
-    count (size) ← their number, plus OVER if there are more than SLOTS. `marks` tells which tiles of N columns have
+    count (size) ← their number, up to SLOTS, plus OVER if there are more. `marks` tells which tiles of N columns have
     some: those are listed in `excess` and searched TILES at a time. REDO: only in blocks whose flag is set."""
     i = tl.program_id(0)
     if REDO:  # noqa: SIM102 - a constant: `and` would read the flag in any case

@@ -27,7 +27,7 @@ def products(
     de (parts · capacity, hidden) float32: one sum for each of `parts` ranges of columns. dw (vocab, hidden).
     group_de row blocks of dE, and group_dw column blocks of dW, go through all columns and all rows together.
     even_sum: dw −= c ⊗ even_sum (label smoothing); c is 1 without class weights.
-    ENDS: 2 if the last columns come in tiles of N / 2, from w_end and x_end. PROGRAMS: the next power of 2."""
+    ENDS: 2 if the last columns come in tiles of N / 2, of w as w_end and x as x_end. PROGRAMS: a power of 2 ≥ grid."""
     pid = tl.program_id(0)
     grid = tl.num_programs(0)
     rows = tiles.live_rows(number, start, size)

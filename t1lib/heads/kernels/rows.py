@@ -13,9 +13,9 @@ def sort_keys(
     token_target, token_weight, whole_class_weight, key, number, denominator, in_range, tokens, ignore_index, classes,
     BY_TARGET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program. key (tokens) ← what tokens are sorted by, so that ignored ones come last: their targets, of
-    ignored ones `classes` (BY_TARGET); or 0, of ignored ones 1. number ← how many count; denominator ← the sum of their
-    token weights times their targets' class weights; in_range ← whether their targets are in [0, classes)."""
+    """One program. key (tokens) ← what tokens are sorted by, so that ignored ones come last. BY_TARGET: the target, or
+    `classes` if ignored; otherwise 0, or 1 if ignored. number ← how many count; denominator ← the sum of their token
+    weights times their targets' class weights; in_range ← whether their targets are in [0, classes)."""
     count = 0
     total = 0.0
     wrong = 0
