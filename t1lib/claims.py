@@ -55,7 +55,7 @@ class Claim:
 
 
 def read_claims() -> dict[str, list[Claim]]:
-    """Experiment → claims, from claims.yaml. Raises `T1Error` if it holds none, or anything but valid claims."""
+    """Experiment → claims, from claims.yaml. Raises `T1Error` if it cannot be read, is not valid, or holds none."""
     try:
         claims = TypeAdapter(dict[str, list[Claim]]).validate_python(params.read_yaml(paths.root() / FILE))
     except ValidationError as error:
@@ -108,7 +108,7 @@ def doubts(folder: Path, experiment: str) -> str | None:
 
 
 def _alike(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> bool:
-    """Whether two entries (None: missing) agree, but for a fit's last digits: they depend on where its arrays lie."""
+    """Whether two entries (None: missing) agree but for a fit's last digits, which depend on its arrays' addresses."""
     values = [entry and entry["value"] for entry in (a, b)]
     near = all(isinstance(value, float) for value in values) and math.isclose(*values, rel_tol=1e-12)
     return a == b or (near and {**a, "value": b["value"]} == b)

@@ -110,7 +110,7 @@ def _execute(experiment: str, parameters: params.Values, staging: Path) -> None:
     options |= dict(coalesce_streams=True)  # saves a notebook's progress bar as a single line of output
     # Else ipykernel warns about TCP without encryption at every start, and of the interrupt that ends it.
     options |= dict(extra_arguments=["--IPKernelApp.log_level=CRITICAL"])
-    # The environment of the kernel: its folders, and that Jupyter prefers this Python's kernels to the user's own.
+    # Set for the kernel: its folders; for Jupyter in this process: this Python's kernels come before the user's own.
     given = {"T1_ROOT": str(paths.root()), "T1_STAGING": str(staging), "JUPYTER_PREFER_ENV_PATH": "1"}
     with patch.dict(os.environ, given):
         try:

@@ -61,7 +61,7 @@ def signed(content: dict[str, Any]) -> bytes:
 
 
 def read_signed(path: Path) -> dict[str, Any]:
-    """The content that `write_signed` wrote. Raises `T1Error` if the file cannot be read, or any byte has changed."""
+    """The content that `signed` was given. Raises `T1Error` if the file cannot be read, or any byte has changed."""
     try:
         data = path.read_bytes()
         content = json.loads(data)

@@ -33,7 +33,7 @@ class _Plain(ast.NodeTransformer):
         return ast.Call(ast.Name("format"), [self.visit(node.value), ast.Constant(node.conversion), *spec], [])
 
 
-@cache  # saves a second whenever a notebook's first cells run again
+@cache  # all modules take a second, and every experiment's state and a run's end ask for them again
 def meaning(text: str) -> str:
     """The SHA-256 of code's meaning, the same in any Python version; of the text itself if it is not Python."""
     with suppress(SyntaxError, ValueError):

@@ -129,7 +129,7 @@ def _config_of(name: str, changes: dict[str, object]) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
     quantised = getattr(config, "quantization_config", None) is not None
     require(not quantised, f"{shown(name)} is quantised (quantization_config): allowed are weights of 16 or 32 bits")
-    config._attn_implementation = "eager" if config._attn_implementation == "eager" else None  # None: default
+    config._attn_implementation = "eager" if config._attn_implementation == "eager" else None  # transformers' default
     config._experts_implementation = None
     return config
 

@@ -16,8 +16,8 @@ _message = "interrupted while starting; nothing was trained"
 
 
 def watch() -> None:
-    """From now on these signals end the process directly, not with an exception, which a library might swallow. Call it
-    in the main thread, before slow imports."""
+    """From now on Ctrl-C and SIGTERM end the process directly, not with an exception, which a library might swallow.
+    Call it in the main thread, before slow imports."""
     for number in SIGNALS:
         signal.signal(number, _exit)
 

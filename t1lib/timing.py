@@ -120,7 +120,7 @@ class NoTrace:
 
 
 def wrap_layers(layers: Sequence[nn.Module], trace: Callable[[], Trace | NoTrace], recompute: bool) -> None:
-    """Record the layers' calls in the trace that `trace()` returns then; with `recompute`, checkpoint the layers."""
+    """Record the layers' calls in the trace that `trace()` returns then. recompute: in the backward, run them again"""
     for index, layer in enumerate(layers):
         layer.forward = partial(_traced, index, layer.forward, trace)
         if recompute:

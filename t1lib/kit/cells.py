@@ -159,7 +159,7 @@ def _kinds(rows: list[Row]) -> set[tuple[Any, ...]]:
 
 def names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
     """The global variables of other cells that a cell reads, itself or in functions that it uses, and those that it
-    assigns. A function's reads count where the function is used: where it is defined, they may not exist yet."""
+    assigns. A function's variables count where it is used, not where it is defined: they may be made in between."""
     try:
         code = compile(source, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except (SyntaxError, ValueError):  # the cell failed, or is one of another language

@@ -96,7 +96,7 @@ class Run:
         """
         plt.style.use(["default", STYLE])  # a matplotlibrc, such as of dark backgrounds, is not for published figures
         run, driven = namespace.get(_RUN), os.environ.get("T1_STAGING")
-        # A copied notebook whose `Run.start` still names the original would write into the original's folder.
+        # A copied notebook whose `Run.start` still names the original would pass for a run of the original.
         named = run.experiment if isinstance(run, cls) else Path(driven).stem[1:] if driven else experiment
         told = f"Run.start names {experiment!r} in a run of {named!r}; name that, or restart the kernel"
         require(experiment == named, told)

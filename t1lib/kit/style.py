@@ -195,7 +195,7 @@ def to_latex(frame: pd.DataFrame, text_columns: int = 1) -> str:
 
 
 def _column(name: str, cells: pd.Series, text: bool, most: int) -> str:
-    """LaTeX for a column as wide as its longest cell (text: `most` characters, then it wraps) or header word."""
+    """LaTeX for a column as wide as its longest cell (of text at most `most` characters: it wraps) or header word."""
     longest = int(cells.str.len().max()) if len(cells) else 0
     width = max(min(longest, most) if text else longest, *map(len, name.split()), 1)
     ragged, kind = ("raggedright", "p") if text else ("raggedleft", "b")
@@ -216,7 +216,7 @@ def median_iqr(values: pd.Series) -> str:
 def _tex(text: str) -> str:
     commands = {"±": r"\ensuremath{\pm}", "×": r"\ensuremath{\times}", MISSING: "--"}
     commands |= {"≤": r"\ensuremath{\le}", "≥": r"\ensuremath{\ge}", "−": r"\ensuremath{-}"}
-    guard = "{}" * text.startswith(("[", "*"))  # else it becomes an argument of the last row's \\
+    guard = "{}" * text.startswith(("[", "*"))  # else LaTeX reads it as part of the \\ that ended the row above
     return guard + escape_latex(text).translate(str.maketrans(commands))
 
 

@@ -77,7 +77,7 @@ class HeadBench:
         uniform = {name: torch.rand(size, generator=torch.Generator().manual_seed(7)) for name, size in sizes.items()}
         self.drawn = {name: (0.5 + values).to(self.device) for name, values in uniform.items()}
         self._function = cache(loss_function)  # making one again would compile it again
-        self._exact: tuple[Any, dict[str, Tensor]] | None = None  # the last case's `options` and `ignored`, its result
+        self._exact: tuple[Any, dict[str, Tensor]] | None = None  # last `options` and `ignored`, their exact result
         self._products: dict[str, Callable[[], Tensor]] = {}
 
     def call(self, case: Case, dtype: torch.dtype | None = None) -> Call:

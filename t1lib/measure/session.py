@@ -66,7 +66,7 @@ class TrainSession:
         vocabulary = self.trainer.parts.embed.num_embeddings
         generator = torch.Generator().manual_seed(self.seed + 1)
         self._batches = [torch.randint(vocabulary, (batch, seq), generator=generator) for _ in range(self._count)]
-        torch.cuda.empty_cache()  # else blocks cached for the previous batches would count for the next
+        torch.cuda.empty_cache()  # else what came before would count as reserved by what comes next
 
     def warm_up(self, steps: int) -> list[float]:
         """Train without measuring, then reset the memory peaks. Returns the losses."""

@@ -39,7 +39,7 @@ UPDATE = 2.0  # rate of a fused update on the device, relative to `Machine.memor
 ALONE = 2.5  # rate of updates by a CPU that does nothing else, relative to `Machine.update` (measured)
 BESIDE = 0.08  # share by which the layers' backward slows down if all their state travels beside it (measured)
 # Time of a forward beside which the layers' state travels, relative to the link's own time: without updates by the CPU,
-# and with some: CPU and link share the host's memory (measured; 10 clipped settings are 3 % off on average)
+# and with some, as CPU and link share the host's memory (measured; 10 clipped settings are 3 % off on average)
 CROWDED = 1.05, 1.2
 HELD_UP = 0.1  # how long the host's updates delay a backward, as a share of their time: launches need its cores
 NEAR = 8  # exponent of a smooth maximum, by which two lanes of similar length delay each other (measured)
@@ -64,7 +64,7 @@ class Choice:
 
 
 def choice_of(mode: str, work: Work) -> Choice:
-    """What a mode keeps where; for slide, the default. On fsdp's device are two layers, embedding, norm and head."""
+    """What a mode keeps where; for slide, the default. On fsdp's device: two layers' weights, embedding, norm, head."""
     return {
         "gpu": Choice(resident=work.layers, keep=work.layers), "ckpt": Choice(resident=work.layers),
         "slide": Choice(), "fsdp": Choice(outer="host", host_share=1.0),
@@ -128,7 +128,7 @@ def device_bytes(work: Work, choice: Choice) -> Any:
     others = work.layers - choice.keep
     weights, (resident, streamed) = work.layer * work.itemsize, trained_layers(work, choice)
     grads = resident * weights  # of resident layers
-    # They are held throughout only to accumulate. Else a step frees them, and a streamed backward makes them last.
+    # They are held throughout only to accumulate. Else a step frees them, and all exist only at the end of a backward.
     always = grads * (work.accumulates if work.streams else work.pieces > 1)
     on_host, leaves = choice.inputs == "host", choice.outer == "host" and work.streams
     waiting = (np.minimum(LEAVING, others) if on_host else others) * hidden
@@ -194,7 +194,7 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
     again = np.maximum(moving - choice.slots, 0) * weights
     leaving = (streamed - waiting_layers(work, choice)) * weights
     copies = link * (travels * work.layer * work.state + np.maximum(again + inputs, leaving))
-    # With more than one gradient slot, the backward can run ahead of the link.
+    # The backward can run ahead of the link by one layer for each gradient slot beyond the first.
     backward = _longer(backward, copies - (choice.grad_slots - 1) * copies / np.maximum(moving, 1))
     if choice.host_share < 1 and not work.masters and choice.slots == 2:
         backward = backward + (streamed > 0) * weights * link  # an update reads the slot for which the next ones wait
