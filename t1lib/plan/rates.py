@@ -33,7 +33,7 @@ class Machine:
 
 H200 = Machine()
 # Share of the rate of a single large copy, update, product or addition that a training step reaches.
-PRACTICE = {"link": 1.0, "update": 0.33, "flops": 0.9, "memory": 0.36}
+PRACTICE = {"link": 1.0, "update": 0.2, "flops": 0.9, "memory": 0.36}
 ROUNDS = 7
 PAUSE = 0.3  # seconds between rounds: what slows a shared host down lasts for tenths of a second
 
