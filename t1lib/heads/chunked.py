@@ -177,12 +177,12 @@ class Block:
         tokens, r, A without its z-loss part, B and E, (N, 1) each."""
         smooth, z_loss = self.opts.settings.label_smoothing, self.opts.settings.z_loss
         tokens, _, index, hit = self.chunk
-        r, a, target, even = (factor[tokens] for factor in factors)
+        r, a, b, even = (factor[tokens] for factor in factors)
         x, columns = self.work.scatter_add_(1, index, -hit), self.z.shape[1]  # p − one-hot: no cancellation as p_y → 1
         if not (smooth or z_loss or self.slope is not None):  # then A is B
             return scale_rows(x, a, self.raw)[:, :columns]  # scale and rounding in one pass
         a = a + 2.0 * z_loss * rows.lse * r if z_loss else a
-        x.mul_(a).scatter_add_(1, index, (a - target) * hit)
+        x.mul_(a).scatter_add_(1, index, (a - b) * hit)
         if smooth and self.weight is None:
             self.z.sub_(even)
         elif smooth:
@@ -258,7 +258,7 @@ class Gradients:
     def finished(self) -> list[Tensor | None]:
         for work in self.collectives:
             work.wait()
-        de = None if self.de is None else self.opts.own(self.de).to(self.x.input.dtype)
+        de = None if self.de is None else self.opts.own_tokens(self.de).to(self.x.input.dtype)
         return [de, self.dw, None if self.db is None else self.db.to(self.x.linear_bias.dtype)]
 
 
