@@ -265,7 +265,8 @@ class Gradients:
 def _in_chunks(
     x: Tensors, opts: Options, by: str, size: int, needs: Needs, upstream: Tensor | float, rows: Rows | None = None
 ) -> tuple[Rows, list[Tensor | None]]:
-    """Statistics, or `rows` if given, and gradients for `upstream`, from chunks of `size` tokens or columns."""
+    """Statistics, or `rows` if given, and gradients for `upstream`, from chunks of `size` tokens or columns. x: targets
+    as rows of this process's weight, class weights for these rows"""
     x, partial = x._replace(input=opts.tokens(x.input)), by == "vocabulary" or opts.settings.shards is not None
     block, gradients = Block(x.input, opts, by, size, any(needs)), Gradients(x, opts, needs, partial)
     factors = [f[:, None] for f in opts.factors(upstream)] if any(needs) else []
