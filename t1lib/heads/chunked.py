@@ -7,6 +7,7 @@ With r = t · dL/dl and C = Σ_v c_v, its gradient is
 The gradient of the raw logits is this times the softcap's slope, 1 − (z_v / s)²."""
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from t1lib.errors import choose, require
 from t1lib.heads import options
 from t1lib.heads.full import ALIGN
 from t1lib.heads.kernels import scale_, scale_rows
-from t1lib.heads.options import HeadStats, Options
+from t1lib.heads.options import HeadStats, Options, Tensors
 
 DEFAULT_CHUNKS = 8  # by sequence
 DEFAULT_COLUMNS = 8192  # by vocabulary: columns per chunk
@@ -47,7 +48,6 @@ def chunked(
     choose("by", by, ("sequence", "vocabulary"))
     options.check_chunks(chunks, opts.settings)
     require(opts.settings.filter_eps is None, "head 'chunked' has no filter_eps; heads that take it: full, fused")
-    opts.local_target = opts.target - opts.first if opts.first else opts.target  # as rows of this process's weight
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (e, w, b))
     workspace, length = opts.settings.workspace, len(opts.target) if by == "sequence" else opts.vocab
     size = DEFAULT_COLUMNS if by == "vocabulary" and chunks is None else -(-length // (chunks or DEFAULT_CHUNKS))
@@ -55,7 +55,9 @@ def chunked(
         fixed, unit = _costs(e, opts, by, needs)
         options.need_workspace(workspace, fixed + unit, f"chunked by {by}")
         size = (workspace - fixed) // unit
-    loss, *stats = _Chunked.apply(e, w, b, opts, by, max(1, min(length, size)), needs)
+    target = opts.target - opts.first if opts.first else opts.target  # as rows of this process's weight
+    tensors = Tensors(e, w, target, b, opts.local_class_weight)
+    loss, *stats = _Chunked.apply(*tensors, opts, by, max(1, min(length, size)), needs)
     return loss, opts.stats(*stats)
 
 
@@ -72,85 +74,13 @@ def _costs(e: Tensor, opts: Options, by: str, needs: Needs) -> tuple[int, int]:
     return fixed, (entry + size * (PAIR if any(needs) else 1)) * (opts.most + ALIGN)
 
 
-class Block:
-    """Memory for blocks of logits, reused. Rows are padded with −inf to a multiple of `ALIGN` elements.
+class Chunk(NamedTuple):
+    """All logits of some tokens, or some columns of those of all tokens."""
 
-    memory  gradients of `held` blocks, in the operands' dtype; `raw` is the current block's part of it (which first
-            takes the logits, where no product can write float32)
-    work    logits, then p, in `opts.dtype`; the same memory as `raw` if operands have that dtype. z: without padding
-    slope   the softcap's derivative; None where it is not needed"""
-
-    def __init__(self, rows: int, columns: int, like: Tensor, opts: Options, gradients: bool, held: int) -> None:
-        width, self.opts = -(-columns // ALIGN) * ALIGN, opts
-        self.memory = like.new_empty(held * rows, width)
-        self._work = self.memory if like.dtype == opts.dtype else like.new_empty(rows, width, dtype=opts.dtype)
-        sloped = gradients and opts.settings.softcap is not None
-        self._slope = like.new_empty(rows, width, dtype=opts.dtype) if sloped else None
-
-    def fill(self, e: Tensor, w: Tensor, b: Tensor | None, weight: Tensor | None, first: int) -> None:
-        """z ← e wᵀ + b, softcapped; slope ← 1 − tanh². `raw` begins at row `first` of `memory`. weight: class weights.
-        On CUDA a product of 16-bit operands is kept in float32; elsewhere it is rounded first, as in `F.linear`."""
-        rows, columns, softcap = len(e), len(w), self.opts.settings.softcap
-        self.raw, self.weight = self.memory[first : first + rows], weight
-        self.work = self.raw if self._work is self.memory else self._work[:rows]
-        self.z, self.slope = self.work[:, :columns], None if self._slope is None else self._slope[:rows, :columns]
-        wide = {"out_dtype": self.opts.dtype} if e.is_cuda and self.work is not self.raw else {}
-        out = self.z if wide else self.raw[:, :columns]
-        for part in _parts(columns):
-            if wide or b is None:
-                torch.mm(e, w[part].t(), out=out[:, part], **wide)
-            else:
-                torch.addmm(b[part], e, w[part].t(), out=out[:, part])
-        if out.dtype != self.z.dtype:
-            self.z.copy_(out)
-        if wide and b is not None:
-            self.z.add_(b)
-        if softcap is not None:
-            self.z.div_(softcap).tanh_()
-            if self.slope is not None:
-                torch.mul(self.z, self.z, out=self.slope).neg_().add_(1.0)
-            self.z.mul_(softcap)
-        self.work[:, columns:] = -math.inf
-
-    def softmax(self, index: Tensor, hit: Tensor, partial: bool) -> "Rows":
-        """Turn the logits into p and return their statistics. index, hit: as in `_local`. partial: these are not all
-        columns. The softmax's denominator follows from its largest entry, p_top = 1 / total, which saves a pass. If the
-        vocabulary is sharded, a collective makes statistics and p those over all of it."""
-        z, weight, shards = self.z, self.weight, self.opts.settings.shards
-        where = z.argmax(-1, keepdim=True)
-        top, at_target = z.gather(1, where), z.gather(1, index)
-        if not self.opts.settings.label_smoothing:
-            pull = z.new_zeros(len(z), 1)
-        else:
-            pull = z.sum(-1, keepdim=True) if weight is None else (z @ weight)[:, None]
-        if partial:  # a row's logits may all be −inf here: with one of them finite, p is one-hot, not nan
-            z.scatter_(1, where, top.clamp(min=torch.finfo(z.dtype).min))
-            at_target = torch.where(hit > 0, at_target, 0.0)
-        torch.softmax(self.work, -1, out=self.work)
-        rows = Rows(top, z.gather(1, where).reciprocal(), at_target, pull)
-        if shards is None:
-            return rows
-        every = Rows.joined(shards.gather(torch.cat(rows, 1)).view(shards.size, -1, 4))
-        self.work.mul_(rows.total * torch.exp(rows.top - every.top) / every.total)
-        return every
-
-    def gradient(self, index: Tensor, hit: Tensor, factors: list[Tensor], lse: Tensor) -> Tensor:
-        """Compute dL/d(raw logits) from p, which `work` holds, into `raw`; return it without padding. index, hit: as in
-        `_local`. factors: r, A without its z-loss part, B and E, (rows, 1) each."""
-        smooth, z_loss = self.opts.settings.label_smoothing, self.opts.settings.z_loss
-        r, a, target, even = factors
-        x, columns = self.work.scatter_add_(1, index, -hit), self.z.shape[1]  # p − one-hot: no cancellation as p_y → 1
-        if not (smooth or z_loss or self.slope is not None):  # then A is B
-            return scale_rows(x, a, self.raw)[:, :columns]  # scale and rounding in one pass
-        a = a + 2.0 * z_loss * lse * r if z_loss else a
-        x.mul_(a).scatter_add_(1, index, (a - target) * hit)
-        if smooth and self.weight is None:
-            self.z.sub_(even)
-        elif smooth:
-            self.z.addr_(even[:, 0], self.weight, alpha=-1)
-        if self.slope is not None:
-            self.z.mul_(self.slope)
-        return (x if x is self.raw else self.raw.copy_(x))[:, :columns]
+    tokens: slice
+    columns: slice
+    index: Tensor  # (tokens, 1): the target among these columns, clamped to them
+    hit: Tensor  # (tokens, 1): 1.0 if it lies among them, else 0.0
 
 
 class Rows(NamedTuple):
@@ -173,6 +103,95 @@ class Rows(NamedTuple):
         return cls(*(x[:, None] for x in (highest, total, at_target.sum(0), pull.sum(0))))
 
 
+class Block:
+    """Memory for the logits of a chunk, reused. Rows are padded with −inf to a multiple of `ALIGN` elements.
+
+    memory  gradients in the operands' dtype, of one chunk after another, until it is `full`: `held` rows so far, whose
+            last ones are the current chunk's (`raw`, which first takes the logits, where no product can write float32)
+    work    logits, then p, in `opts.dtype`; the same memory as `raw` if operands have that dtype. z: without padding
+    slope   the softcap's derivative; None where it is not needed"""
+
+    full = property(lambda self: self.held == len(self.memory))
+
+    def __init__(self, e: Tensor, opts: Options, by: str, size: int, gradients: bool) -> None:
+        rows, columns = (size, opts.vocab) if by == "sequence" else (len(e), size)
+        width, self.opts, self.held = -(-columns // ALIGN) * ALIGN, opts, 0
+        self.memory = e.new_empty(min(PAIR * rows, max(rows, len(e))) if gradients else rows, width)
+        self._work = self.memory if e.dtype == opts.dtype else e.new_empty(rows, width, dtype=opts.dtype)
+        sloped = gradients and opts.settings.softcap is not None
+        self._slope = e.new_empty(rows, width, dtype=opts.dtype) if sloped else None
+
+    def fill(self, x: Tensors, chunk: Chunk) -> None:
+        """z ← e wᵀ + b, softcapped; slope ← 1 − tanh². On CUDA a product of 16-bit operands is kept in float32;
+        elsewhere it is rounded first, as in `F.linear`."""
+        self.chunk, e, w = chunk, x.input[chunk.tokens], x.linear_weight[chunk.columns]
+        b, self.weight = (None if t is None else t[chunk.columns] for t in (x.linear_bias, x.weight))
+        rows, columns, softcap = len(e), len(w), self.opts.settings.softcap
+        start = 0 if self.full else self.held
+        self.held = start + rows
+        self.raw = self.memory[start : self.held]
+        self.work = self.raw if self._work is self.memory else self._work[:rows]
+        self.z, self.slope = self.work[:, :columns], None if self._slope is None else self._slope[:rows, :columns]
+        wide = {"out_dtype": self.opts.dtype} if e.is_cuda and self.work is not self.raw else {}
+        out = self.z if wide else self.raw[:, :columns]
+        for part in _parts(columns):
+            if wide or b is None:
+                torch.mm(e, w[part].t(), out=out[:, part], **wide)
+            else:
+                torch.addmm(b[part], e, w[part].t(), out=out[:, part])
+        if out.dtype != self.z.dtype:
+            self.z.copy_(out)
+        if wide and b is not None:
+            self.z.add_(b)
+        if softcap is not None:
+            self.z.div_(softcap).tanh_()
+            if self.slope is not None:
+                torch.mul(self.z, self.z, out=self.slope).neg_().add_(1.0)
+            self.z.mul_(softcap)
+        self.work[:, columns:] = -math.inf
+
+    def softmax(self, partial: bool) -> Rows:
+        """Turn the logits into p and return their statistics. partial: these are not all columns. The softmax's
+        denominator follows from its largest entry, p_top = 1 / total, which saves a pass. If the vocabulary is sharded,
+        a collective makes statistics and p those over all of it."""
+        z, weight, shards = self.z, self.weight, self.opts.settings.shards
+        where = z.argmax(-1, keepdim=True)
+        top, at_target = z.gather(1, where), z.gather(1, self.chunk.index)
+        if not self.opts.settings.label_smoothing:
+            pull = z.new_zeros(len(z), 1)
+        else:
+            pull = z.sum(-1, keepdim=True) if weight is None else (z @ weight)[:, None]
+        if partial:  # a row's logits may all be −inf here: with one of them finite, p is one-hot, not nan
+            z.scatter_(1, where, top.clamp(min=torch.finfo(z.dtype).min))
+            at_target = torch.where(self.chunk.hit > 0, at_target, 0.0)
+        torch.softmax(self.work, -1, out=self.work)
+        rows = Rows(top, z.gather(1, where).reciprocal(), at_target, pull)
+        if shards is None:
+            return rows
+        every = Rows.joined(shards.gather(torch.cat(rows, 1)).view(shards.size, -1, 4))
+        self.work.mul_(rows.total * torch.exp(rows.top - every.top) / every.total)
+        return every
+
+    def gradient(self, factors: list[Tensor], rows: Rows) -> Tensor:
+        """Compute dL/d(raw logits) from p, which `work` holds, into `raw`; return it without padding. factors: of all
+        tokens, r, A without its z-loss part, B and E, (N, 1) each."""
+        smooth, z_loss = self.opts.settings.label_smoothing, self.opts.settings.z_loss
+        tokens, _, index, hit = self.chunk
+        r, a, b, even = (factor[tokens] for factor in factors)
+        x, columns = self.work.scatter_add_(1, index, -hit), self.z.shape[1]  # p − one-hot: no cancellation as p_y → 1
+        if not (smooth or z_loss or self.slope is not None):  # then A is B
+            return scale_rows(x, a, self.raw)[:, :columns]  # scale and rounding in one pass
+        a = a + 2.0 * z_loss * rows.lse * r if z_loss else a
+        x.mul_(a).scatter_add_(1, index, (a - b) * hit)
+        if smooth and self.weight is None:
+            self.z.sub_(even)
+        elif smooth:
+            self.z.addr_(even[:, 0], self.weight, alpha=-1)
+        if self.slope is not None:
+            self.z.mul_(self.slope)
+        return (x if x is self.raw else self.raw.copy_(x))[:, :columns]
+
+
 def _parts(columns: int) -> list[slice]:
     """Split the columns at the last multiple of `ALIGN`, up to which cuBLAS is fast; no part is empty."""
     whole = columns // ALIGN * ALIGN
@@ -185,73 +204,101 @@ def _local(target: Tensor, columns: slice, dtype: torch.dtype) -> tuple[Tensor, 
     return index.clamp(0, last), ((index >= 0) & (index <= last)).to(dtype)
 
 
-def _in_blocks(
-    e: Tensor, w: Tensor, b: Tensor | None, opts: Options, by: str, size: int, needs: Needs, upstream: Tensor | float,
-    rows: Rows | None = None,
-) -> tuple[Rows, list[Tensor | None]]:  # fmt: skip
-    """Statistics, or `rows` if given, and gradients for `upstream`, from blocks of `size` tokens or columns."""
-    shards, wide, sequence, e = opts.settings.shards, opts.dtype, by == "sequence", opts.tokens(e)
-    tokens, vocab, graded, partial = len(e), opts.vocab, any(needs), not sequence or shards is not None
-    length = tokens if sequence else vocab
-    held = min(PAIR, max(1, -(-tokens // size))) if sequence and graded else 1
-    block = Block(*((size, vocab) if sequence else (tokens, size)), e, opts, graded, held)
-    de = None if not needs[0] else e.new_zeros(e.shape, dtype=wide) if partial else e.new_empty(e.shape)
-    dw = w.new_empty(w.shape) if needs[1] else None
-    db = b.new_zeros(b.shape, dtype=wide) if needs[2] else None
-    factors = [x[:, None] for x in opts.factors(upstream)] if graded else []
-    targets, found, sums = _local(opts.local_target, slice(0, vocab), wide), [], []
-    for start in range(0, max(1, length), size):  # at least once, so that an empty batch gets zero gradients
-        part, first = slice(start, min(start + size, length)), start % (held * size) if sequence else 0
-        at, columns = (part, slice(0, vocab)) if sequence else (slice(0, tokens), part)
-        targets = targets if sequence else _local(opts.local_target, columns, wide)
-        index, hit = (x[at] for x in targets)
-        weight = None if opts.class_weight is None else opts.local_class_weight[columns]
-        block.fill(e[at], w[columns], None if b is None else b[columns], weight, first)
-        if rows is not None:
+def _chunks(target: Tensor, opts: Options, by: str, size: int) -> Iterator[Chunk]:
+    """Chunks of `size` tokens or columns; at least one, so that an empty batch gets zero gradients."""
+    length = len(target) if by == "sequence" else opts.vocab
+    parts = [slice(start, min(start + size, length)) for start in range(0, max(1, length), size)]
+    if by == "sequence":
+        columns = slice(0, opts.vocab)
+        index, hit = _local(target, columns, opts.dtype)
+        for tokens in parts:
+            yield Chunk(tokens, columns, index[tokens], hit[tokens])
+    else:
+        for columns in parts:
+            yield Chunk(slice(0, len(target)), columns, *_local(target, columns, opts.dtype))
+
+
+class Gradients:
+    """dE, dW and dBias, None where not needed, to which one chunk after another adds its part."""
+
+    def __init__(self, x: Tensors, opts: Options, needs: Needs, partial: bool) -> None:
+        """partial: as in `Block.softmax`; then dE, too, is a sum"""
+        (e, w, _, b, *_), (de, dw, db) = x, needs
+        self.x, self.opts, self.partial, self.collectives = x, opts, partial, []
+        self.de = None if not de else e.new_zeros(e.shape, dtype=opts.dtype) if partial else e.new_empty(e.shape)
+        self.dw = w.new_empty(w.shape) if dw else None
+        self.db = b.new_zeros(b.shape, dtype=opts.dtype) if db else None
+
+    def add(self, block: Block, dz: Tensor) -> None:
+        """Add a chunk's part. dz: dL/d(raw logits). dW waits until the block is full, and then gets that of all chunks
+        in it, by one product."""
+        (tokens, columns, *_), e = block.chunk, self.x.input
+        if self.de is not None:
+            self._add_to_de(self.de[tokens], dz, self.x.linear_weight[columns])
+        if self.db is not None:
+            self.db[columns].add_(dz.sum(0, dtype=self.opts.dtype))
+        if self.dw is not None and (block.full or tokens.stop == len(e)):
+            held = slice(tokens.stop - block.held, tokens.stop)
+            for part in _parts(dz.shape[1]):  # beta=0 ignores the uninitialised dw
+                dz_held, beta = block.memory[: block.held, part], 0 if held.start == 0 else 1
+                self.dw[columns][part].addmm_(dz_held.t(), e[held], beta=beta)
+
+    def _add_to_de(self, de: Tensor, dz: Tensor, w: Tensor) -> None:
+        main, *rest = _parts(len(w))
+        if self.partial:  # rounding the product to 16 bits would lose what the float32 sum keeps
+            narrow, shards = w.is_cuda and w.dtype != de.dtype, self.opts.settings.shards
+            de.add_(torch.mm(dz, w, out_dtype=de.dtype) if narrow else dz.to(de.dtype) @ w.to(de.dtype))
+            if shards is not None:
+                self.collectives.append(dist.all_reduce(de, group=shards.group, async_op=True))
+        elif rest:
+            torch.addmm(dz[:, rest[0]] @ w[rest[0]], dz[:, main], w[main], out=de)
+        else:
+            torch.mm(dz, w, out=de)
+
+    def finished(self) -> list[Tensor | None]:
+        for work in self.collectives:
+            work.wait()
+        de = None if self.de is None else self.opts.own_tokens(self.de).to(self.x.input.dtype)
+        return [de, self.dw, None if self.db is None else self.db.to(self.x.linear_bias.dtype)]
+
+
+def _in_chunks(
+    x: Tensors, opts: Options, by: str, size: int, needs: Needs, upstream: Tensor | float, rows: Rows | None = None
+) -> tuple[Rows, list[Tensor | None]]:
+    """Statistics, or `rows` if given, and gradients for `upstream`, from chunks of `size` tokens or columns. x: targets
+    as rows of this process's weight, class weights for these rows"""
+    x, partial = x._replace(input=opts.tokens(x.input)), by == "vocabulary" or opts.settings.shards is not None
+    block, gradients = Block(x.input, opts, by, size, any(needs)), Gradients(x, opts, needs, partial)
+    factors = [f[:, None] for f in opts.factors(upstream)] if any(needs) else []
+    found: list[Rows] = []
+    for chunk in _chunks(x.target, opts, by, size):
+        block.fill(x, chunk)
+        if rows is None:
+            here = block.softmax(partial)
+            found.append(here)
+            if by == "vocabulary" and len(found) == 2:
+                found = [Rows.joined(torch.stack([torch.cat(part, 1) for part in found]))]
+        else:
             here = rows
             block.work.sub_(rows.top).sub_(rows.total.log()).exp_()
-        else:
-            here = block.softmax(index, hit, partial)
-            found.append(here)
-            if not sequence and len(found) == 2:
-                found = [Rows.joined(torch.stack([torch.cat(x, 1) for x in found]))]
-        if not graded:
-            continue
-        dz = block.gradient(index, hit, [x[at] for x in factors], here.lse)
-        if de is not None and not partial:
-            main, *rest = _parts(vocab)
-            if rest:
-                torch.addmm(dz[:, rest[0]] @ w[rest[0]], dz[:, main], w[main], out=de[at])
-            else:
-                torch.mm(dz, w, out=de[at])
-        elif de is not None:  # rounding the product to 16 bits would lose what the float32 sum keeps
-            narrow, part = e.is_cuda and e.dtype != wide, w[columns]
-            de[at].add_(torch.mm(dz, part, out_dtype=wide) if narrow else dz.to(wide) @ part.to(wide))
-            if shards is not None:
-                sums.append(dist.all_reduce(de[at], group=shards.group, async_op=True))
-        if db is not None:
-            db[columns].add_(dz.sum(0, dtype=wide))
-        if dw is not None and (at.stop == tokens or first + size == held * size):
-            since = slice(at.start - first, at.stop)
-            dz = block.memory[: since.stop - since.start, : dz.shape[1]]
-            for p in _parts(dz.shape[1]):  # beta=0 ignores the uninitialised dw
-                dw[columns][p].addmm_(dz[:, p].t(), e[since], beta=0 if since.start == 0 else 1)
-    for work in sums:
-        work.wait()
-    gradients = [None if de is None else opts.own(de).to(e.dtype), dw, None if db is None else db.to(b.dtype)]
-    return Rows(*map(torch.cat, zip(*found, strict=True))) if rows is None else rows, gradients
+        if any(needs):
+            gradients.add(block, block.gradient(factors, here))
+    made = gradients.finished()
+    return Rows(*map(torch.cat, zip(*found, strict=True))) if rows is None else rows, made
 
 
 class _Chunked(torch.autograd.Function):
-    """Returns (loss, lse, logprob, correct). By sequence, except under "none", the forward computes the gradients."""
+    """Takes tensors, options, and what `_in_chunks` takes next; returns (loss, lse, logprob, correct). By sequence,
+    except under "none", the forward computes the gradients."""
 
     @staticmethod
-    def forward(ctx, e: Tensor, w: Tensor, b: Tensor | None, opts: Options, by: str, size: int, needs: Needs):
+    def forward(ctx, *call):
+        x, (opts, by, size, needs) = Tensors(*call[:6]), call[6:]
         ctx.early = by == "sequence" and opts.settings.reduction != "none" and any(needs)
-        ctx.opts, ctx.call = opts, (by, size, needs)
-        if not ctx.early:  # the last two may share the caller's memory; autograd reports it if that has changed
-            ctx.save_for_backward(e, w, b, opts.local_target, opts.local_class_weight)
-        rows, ctx.gradients = _in_blocks(e, w, b, opts, by, size, needs if ctx.early else (False,) * 3, 1.0)
+        ctx.rest = opts, by, size, needs
+        if not ctx.early:  # these may share the caller's memory; autograd reports it if that has changed
+            ctx.save_for_backward(*x)
+        rows, ctx.gradients = _in_chunks(x, opts, by, size, needs if ctx.early else (False,) * 3, 1.0)
         ctx.rows = rows if by == "vocabulary" else None
         top, total, at_target, pull = (x[:, 0] for x in rows)
         lse, logprob, correct = top + total.log(), (at_target - top) - total.log(), at_target >= top
@@ -261,16 +308,17 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream: Tensor | None, *_):
-        options.require_plain_backward("chunked", upstream, ctx.opts.settings.shards is not None)
+        opts = ctx.rest[0]
+        options.require_plain_backward("chunked", upstream, opts.settings.shards is not None)
         if upstream is None:
-            return (None,) * 7
+            return (None,) * 10
         if not ctx.early:
-            *operands, ctx.opts.local_target, ctx.opts.local_class_weight = ctx.saved_tensors
             with torch.autocast(upstream.device.type, enabled=False):  # as in the forward
-                _, gradients = _in_blocks(*operands, ctx.opts, *ctx.call, upstream, ctx.rows)
+                _, gradients = _in_chunks(Tensors(*ctx.saved_tensors), *ctx.rest, upstream, ctx.rows)
         elif ctx.gradients is None:
             raise options.spent("chunked", 'by="vocabulary" or reduction="none"')
         else:
-            upstream = upstream.where(ctx.opts.valid.any(), 0.0)  # if all are ignored, even an infinite one gives 0
+            upstream = upstream.where(opts.valid.any(), 0.0)  # if all are ignored, even an infinite one gives 0
             gradients, ctx.gradients = [None if g is None else scale_(g, upstream) for g in ctx.gradients], None
-        return *gradients, *(None,) * 4
+        de, dw, db = gradients
+        return de, dw, None, db, *(None,) * 6

@@ -36,8 +36,8 @@ def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor,
     if s.softcap is not None:
         z = s.softcap * torch.tanh(z / s.softcap)
     if s.filter_eps is not None and z.requires_grad:
-        delta, valid = torch.softmax(z.detach(), -1), opts.target.masked_fill(~opts.valid, 0)
-        delta[torch.arange(len(z), device=z.device), valid] -= 1.0
+        delta = torch.softmax(z.detach(), -1)
+        delta[torch.arange(len(z), device=z.device), opts.target_or_0] -= 1.0
         small = delta.abs_() < s.filter_eps
         z.register_hook(lambda gradient: gradient.masked_fill(small, 0.0))
     losses = F.cross_entropy(
@@ -49,7 +49,7 @@ def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor,
     if not s.return_stats:
         return opts.reduce(opts.mask(losses)), None
     z = z.detach()
-    lse, at_target = torch.logsumexp(z, -1), z.gather(1, opts.target.masked_fill(~opts.valid, 0)[:, None])[:, 0]
+    lse, at_target = torch.logsumexp(z, -1), z.gather(1, opts.target_or_0[:, None])[:, 0]
     return opts.reduce(opts.mask(losses)), opts.stats(lse, at_target - lse, at_target >= z.amax(-1))
 
 
@@ -73,8 +73,9 @@ def native(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tenso
         raise UnavailableError(f"head 'torch' needs {missing}; this is {torch.__version__}")
     s = opts.settings
     for name in ("softcap", "z_loss", "filter_eps", "workspace", "return_stats", "label_smoothing"):
-        given = getattr(s, name) not in (None, 0)  # False is 0
-        require(not given, f"head 'torch' has no {name}; heads that take it: full, chunked, fused")
+        others = "full, fused" if name == "filter_eps" else "full, chunked, fused"
+        left_out = getattr(s, name) in (None, 0)  # False is 0
+        require(left_out, f"head 'torch' has no {name}; heads that take it: {others}")
     composed = opts.token_weight is not None
     e, w, b = (None if t is None else t.view_as(t) for t in (e, w, b))
     for operand in (e, w, b):

@@ -1,14 +1,14 @@
 """`patch_head`: a Hugging Face causal language model computes its loss through one of the kit's heads.
 
-During a call with labels, the model's own forward finds `_Logits` in place of its output layer. Calling it returns a
-record of the hidden states, which notes what the model does to its logits (scales, softcap, shift) until the model's
-own loss asks for their cross-entropy. Whatever else a model does to its logits is refused by name."""
+During a call with labels, the model's own forward finds a `_StandIn` in place of its output layer. Calling it returns
+a record of the hidden states, `_Logits`, which notes what the model does to its logits (scales, softcap, shift) until
+the model's own loss asks for their cross-entropy. Whatever else a model does to its logits is refused by name."""
 
 import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, NoReturn
@@ -116,15 +116,13 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
 
 
 def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> Any:
-    """Run the model's forward, `call`, with `_Logits` as output layer. items: what it divides a sum of losses by."""
-    layer, name, losses = lm.get_output_embeddings(), type(lm).__name__, []
-    linears = _linears(lm, layer)
-    rows = linears[0].out_features  # PEFT's copies for a tied head have their sizes the wrong way round
-    logits = _Logits(None, name, layer, linears, patch["options"], losses, rows, items)
-    place, key = next((m, n) for m in lm.modules() for n, child in m._modules.items() if child is layer)
-    with _instead((place, key, logits), (lm, "_loss_function", patch["loss"])):  # torch.compile guards on the latter
+    """Run the model's forward, `call`, with a `_StandIn` as output layer. items: what it divides a sum of losses by."""
+    name, layer = type(lm).__name__, lm.get_output_embeddings()
+    stand_in = _StandIn(name, layer, _linears(lm, layer), patch["options"], items)
+    parent, key = next((m, n) for m in lm.modules() for n, child in m._modules.items() if child is layer)
+    with _instead((parent, key, stand_in), (lm, "_loss_function", patch["loss"])):  # torch.compile guards on the latter
         outputs = call()
-    require(bool(losses), f"{name} asks for no cross-entropy of what its output layer returns")
+    require(bool(stand_in.losses), f"{name} asks for no cross-entropy of what its output layer returns")
     pairs = outputs.items() if isinstance(outputs, dict) else enumerate(outputs)  # a ModelOutput is a dict
     plain = {k: (v.compute() if patch["return_logits"] else None) if isinstance(v, _Logits) else v for k, v in pairs}
     return type(outputs)(**plain) if isinstance(outputs, dict) else tuple(plain.values())
@@ -162,43 +160,51 @@ def _linears(lm: nn.Module, layer: nn.Module | None) -> list[nn.Linear]:
 
 
 @dataclass(eq=False)
-class _Logits:
-    """Logits not yet computed: the first `columns` of z = `scale` · layer(`hidden`), or of `cap` · tanh(z). Without
-    `hidden` it stands in for the output layer: calling it returns a record of the hidden states."""
+class _StandIn:
+    """What a model finds in place of its output layer, for one call."""
 
-    hidden: Tensor | None
-    owner: str
+    model: str  # its name
     layer: nn.Module
     linears: list[nn.Linear]
     options: dict
-    losses: list[Tensor]
-    columns: int
     items: Any  # what the model divides a sum of losses by
+    losses: list[Tensor] = field(default_factory=list)  # that the model has asked for
+
+    weight = property(lambda self: self.layer.weight)  # Mamba casts to its dtype
+    rows = property(lambda self: self.linears[0].out_features)  # PEFT's copy of a tied layer has its sizes swapped
+
+    def __call__(self, hidden: Tensor) -> "_Logits":
+        return _Logits(self, hidden, self.rows)
+
+
+@dataclass(eq=False)
+class _Logits:
+    """Logits not yet computed: the first `columns` of z = `scale` · layer(`hidden`), or of `cap` · tanh(z)."""
+
+    source: _StandIn
+    hidden: Tensor
+    columns: int
     scale: float = 1.0
     cap: float | None = None
     cast: torch.dtype | None = None  # what the model casts them to: applied only to logits for the caller
 
-    weight = property(lambda self: self.layer.weight)  # Mamba casts to its dtype
     shape = property(lambda self: torch.Size((*self.hidden.shape[:-1], self.columns)))
 
-    def __call__(self, hidden: Tensor) -> "_Logits":
-        return replace(self, hidden=hidden)
-
     def compute(self) -> Tensor:
-        logits = self.layer(self.hidden)[..., : self.columns] * self.scale
+        logits = self.source.layer(self.hidden)[..., : self.columns] * self.scale
         logits = logits if self.cap is None else self.cap * torch.tanh(logits)
         return logits if self.cast is None else logits.to(self.cast)
 
     def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **given: Any) -> Tensor:
         # within a call of the layer, because its hooks gather its weight (FSDP2, ZeRO)
-        loss = partial(self._loss, target, {"weight": weight, **given, **self.options})
-        with _instead(*((linear, "forward", partial(loss, linear)) for linear in self.linears)):
-            self.losses.append(self.layer(self.hidden))
-        return self.losses[-1]
+        source, loss = self.source, partial(self._loss, target, {"weight": weight, **given, **self.source.options})
+        with _instead(*((linear, "forward", partial(loss, linear)) for linear in source.linears)):
+            source.losses.append(source.layer(self.hidden))
+        return source.losses[-1]
 
     def _loss(self, target: Tensor, options: dict, linear: nn.Linear, hidden: Tensor) -> Tensor:
-        weight, bias = linear.weight, linear.bias
-        whole = len(weight) == self.linears[0].out_features
+        weight, bias, items = linear.weight, linear.bias, self.source.items
+        whole = len(weight) == self.source.rows
         plain = whole and not (weight.is_meta or is_traceable_wrapper_subclass(weight))
         found = f"{type(weight).__name__} of {len(weight)} rows on {weight.device}"
         require(plain, f"the output layer's weight is a {found}; allowed: a plain tensor of out_features rows")
@@ -209,10 +215,10 @@ class _Logits:
         if abs(factor - 1.0) >= 1e-12:  # the model scales what the layer returns, its bias included
             hidden, bias = hidden * factor, None if bias is None else bias * factor
         options, target = {"linear_bias": bias, "softcap": self.cap, **options}, target.to(weight.device)
-        if self.items is None or options.get("reduction") != "sum":
+        if items is None or options.get("reduction") != "sum":
             return heads.linear_cross_entropy(hidden, weight, target, **options)
         # divide through token_weight, so that gradients are divided before rounding to 16 bits; undo it in the loss
-        number = torch.as_tensor(self.items, dtype=torch.float32, device=weight.device)
+        number = torch.as_tensor(items, dtype=torch.float32, device=weight.device)
         share = number.reciprocal().expand(target.shape)
         return heads.linear_cross_entropy(hidden, weight, target, token_weight=share, **options) * number
 
@@ -250,7 +256,7 @@ class _Logits:
     def _refuse(self, what: Any = None, *_: Any) -> NoReturn:
         what = what if isinstance(what, str) else "arithmetic or assignment"
         allowed = "scaling by a number, softcap, cross-entropy"
-        raise T1Error(f"{self.owner} does to its logits what no head can follow: {what}. Allowed: {allowed}")
+        raise T1Error(f"{self.source.model} does to its logits what no head can follow: {what}. Allowed: {allowed}")
 
     contiguous = to
     __rmul__ = __mul__

@@ -99,16 +99,15 @@ class Options:
         self.class_weight = None if weight is None else weight.to(self.dtype).contiguous()
         self.local_class_weight = None if weight is None else self.class_weight[self.first :][: self.vocab]
 
-    @functools.cached_property
-    def valid(self) -> Tensor:
-        return self.target != self.settings.ignore_index
+    valid = functools.cached_property(lambda self: self.target != self.settings.ignore_index)
+    target_or_0 = property(lambda self: self.target.masked_fill(~self.valid, 0))  # 0 at ignored tokens
 
     def tokens(self, mine: Tensor) -> Tensor:
         """Gather the values of all tokens, (N, …), from those of the tokens that each process was given."""
         shards = self.settings.shards
         return shards.gather(mine) if shards is not None and shards.sequence else mine
 
-    def own(self, every: Tensor) -> Tensor:
+    def own_tokens(self, every: Tensor) -> Tensor:
         """Select from the values of all tokens, (N, …), those of the tokens that this process was given."""
         shards = self.settings.shards
         sharded = shards is not None and shards.sequence and len(every) > 0
@@ -119,7 +118,7 @@ class Options:
         """(N): the class weight of each token's target, 0 at ignored tokens; None without class weights."""
         if self.class_weight is None:
             return None
-        return self.class_weight[self.target.masked_fill(~self.valid, 0)].masked_fill(~self.valid, 0.0)
+        return self.class_weight[self.target_or_0].masked_fill(~self.valid, 0.0)
 
     @functools.cached_property
     def class_sum(self) -> Tensor | float:
@@ -148,7 +147,7 @@ class Options:
 
     def reduce(self, losses: Tensor) -> Tensor:
         if self.settings.reduction == "none":
-            return self.own(losses).reshape(self.shape).clone()  # no view, so that `losses *= mask` works
+            return self.own_tokens(losses).reshape(self.shape).clone()  # no view, so that `losses *= mask` works
         return losses.sum() if self.settings.reduction == "sum" else losses.sum() / self.denominator
 
     def factors(self, upstream: Tensor | float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -163,13 +162,13 @@ class Options:
         weighted, smooth = r if self.target_weight is None else r * self.target_weight, self.settings.label_smoothing
         if not smooth:
             return r, weighted, weighted, torch.zeros_like(r)
-        target, even = weighted * (1.0 - smooth), r * (smooth / self.classes)
-        return r, target + even * self.class_sum, target, even
+        b, even = weighted * (1.0 - smooth), r * (smooth / self.classes)
+        return r, b + even * self.class_sum, b, even
 
     def stats(self, lse: Tensor, logprob: Tensor, correct: Tensor) -> HeadStats:
         """`HeadStats` from flat (N) values, cleared at ignored tokens."""
         cleared = (torch.where(self.valid, lse, 0.0), torch.where(self.valid, logprob, 0.0), correct & self.valid)
-        return HeadStats(*(self.own(x).reshape(self.shape).detach() for x in cleared))
+        return HeadStats(*(self.own_tokens(x).reshape(self.shape).detach() for x in cleared))
 
 
 def on_flat_operands(compute: Callable) -> Callable:
@@ -185,7 +184,7 @@ def on_flat_operands(compute: Callable) -> Callable:
         opts = Options(Tensors(e, w, target, b, *rest), settings)
         check_range(opts)
         with torch.autocast(e.device.type, enabled=False):  # operands are already cast, the rest is float32
-            e = torch.where(opts.own(opts.valid)[:, None], e.reshape(-1, e.shape[-1]), 0.0)
+            e = torch.where(opts.own_tokens(opts.valid)[:, None], e.reshape(-1, e.shape[-1]), 0.0)
             return compute(e, w, b, opts, **own)
 
     return head
@@ -193,8 +192,8 @@ def on_flat_operands(compute: Callable) -> Callable:
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype that operands on the tensor's device are cast to; None outside autocast."""
-    kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def own_options(name: str, head: Callable, given: dict[str, Any]) -> None:
@@ -239,15 +238,15 @@ def check_settings(given: Settings) -> Settings:
     # no `require`, here and below, because the compiler cannot trace a symbolic value's message
     if not is_whole(index, -(2**63), 2**63 - 1):
         raise T1Error(f"ignore_index must be an int of 64 bits, got {shown(index)}")
-    size, numbers = None if given.workspace is None else parse_bytes(given.workspace), {}
+    checked = {"ignore_index": index, "workspace": None if given.workspace is None else parse_bytes(given.workspace)}
     for name, (allowed, fits) in NUMBERS.items():
         value = getattr(given, name)
         if value is None and Settings._field_defaults[name] is None:
             continue
         if not (is_number(value) and abs(value) < 1.7e308 and fits(value)):  # an int may be too large for a float
             raise T1Error(f"{name} must be {allowed}, got {shown(value)}")
-        numbers[name] = float(value)
-    return given._replace(ignore_index=index, workspace=size, **numbers)
+        checked[name] = float(value)
+    return given._replace(**checked)
 
 
 def _check_shapes(tensors: Tensors, classes: int, same_dtype: bool) -> None:

@@ -28,7 +28,7 @@ HEADS = {"chunked": chunked, "fused": fused}  # those that work on shards of the
 SAME = "every rank of the group must pass the same"
 SETTINGS = set(Settings._fields) - {"shards"}
 MOST = 4096  # calls remembered per group, as every new number of tokens adds one
-# by group (not by its name, which a new group may take over) and call: how many weight rows each rank holds
+# by group (not by its name, which a later group may have, too) and call: how many weight rows each rank holds
 AGREED: WeakKeyDictionary[ProcessGroup, dict[str, tuple[int, ...]]] = WeakKeyDictionary()
 
 
@@ -56,8 +56,8 @@ def linear_cross_entropy(
     Megatron-LM (Shoeybi et al. 2019, section 3)."""
     ready = dist.is_available() and dist.is_initialized()
     require(ready, "torch.distributed is not initialised; call torch.distributed.init_process_group first")
-    kind = type(group).__name__
-    require(isinstance(group, ProcessGroup), f"group must be a ProcessGroup, as `mesh.get_group()` is, got {kind}")
+    got = type(group).__name__
+    require(isinstance(group, ProcessGroup), f"group must be a ProcessGroup, as `mesh.get_group()` is, got {got}")
     device = linear_weight.device if isinstance(linear_weight, Tensor) else torch.device("cpu")
     called: dict[str, Any] = {"head": head, "sequence_parallel": sequence_parallel}
     error, rows = None, 0

@@ -78,7 +78,6 @@ class HeadBench:
         self.drawn = {name: (0.5 + values).to(self.device) for name, values in uniform.items()}
         self._function = cache(loss_function)  # making one again would compile it again
         self._exact: tuple[Any, dict[str, Tensor]] | None = None  # last `options` and `ignored`, their exact result
-        self._products: dict[str, Callable[[], Tensor]] = {}
 
     def call(self, case: Case, dtype: torch.dtype | None = None) -> Call:
         """The phases and operands of a case, in `dtype` (default: the bench's own)."""
@@ -91,7 +90,7 @@ class HeadBench:
         if "linear_bias" in arguments:
             bias = arguments["linear_bias"].detach().to(self.dtype).to(dtype)
             arguments["linear_bias"] = bias.requires_grad_(case.gradients)
-        function, each = self._function(case.method, **case.settings), case.options.get("reduction") == "none"
+        function, per_token = self._function(case.method, **case.settings), case.options.get("reduction") == "none"
         losses: list[Tensor] = []
 
         def forward() -> None:
@@ -100,7 +99,7 @@ class HeadBench:
             losses.append(found[0] if case.options.get("return_stats") else found)
 
         def backward() -> None:
-            losses[0].backward(tokens.to(losses[0].dtype) if each else None)
+            losses[0].backward(tokens.to(losses[0].dtype) if per_token else None)
 
         phases = {"forward": forward, "backward": backward} if case.gradients else {"loss": forward}
         inputs = [self.e, self.w, self.y, *self.drawn.values(), e, w, y, *arguments.values()]
@@ -143,11 +142,13 @@ class HeadBench:
 
     def products(self, queued: bool = True) -> dict[str, float]:
         """Times in ms of the floor, the three matrix products back to back, as in a head: `logits`, `dE`, `dW`."""
-        if not self._products:
-            e, w, z = self.e, self.w, torch.empty(len(self.e), len(self.w), dtype=self.dtype, device=self.device)
-            products = {"logits": (e, w.T, z), "dE": (z, w, torch.empty_like(e)), "dW": (z.T, e, torch.empty_like(w))}
-            self._products = {name: partial(torch.mm, a, b, out=out) for name, (a, b, out) in products.items()}
         return phases_ms(self._products, self.device, self.lead if queued else None)[0]
+
+    @cached_property
+    def _products(self) -> dict[str, Callable[[], Tensor]]:
+        e, w, z = self.e, self.w, torch.empty(len(self.e), len(self.w), dtype=self.dtype, device=self.device)
+        products = {"logits": (e, w.T, z), "dE": (z, w, torch.empty_like(e)), "dW": (z.T, e, torch.empty_like(w))}
+        return {name: partial(torch.mm, a, b, out=out) for name, (a, b, out) in products.items()}
 
     def memory(self, case: Case) -> dict[str, int]:
         """Bytes of a second call: `workspace`, its peak beyond the inputs and the gradients that must exist; `kept`,

@@ -46,6 +46,7 @@ BAD = {
     "chunks and workspace": ({"head": "chunked", "chunks": 2, "workspace": "1GiB"}, "chunks or workspace, not both"),
     "chunked filter": ({"head": "chunked", "filter_eps": 0.1}, "has no filter_eps; heads that take it: full, fused"),
     "torch smoothing": ({"head": "torch", "label_smoothing": 0.1}, "has no label_smoothing; heads that take it"),
+    "torch filter": ({"head": "torch", "filter_eps": 0.1}, "has no filter_eps; heads that take it: full, fused"),
 }
 
 
