@@ -54,11 +54,11 @@ class LayerGraphs:
         elif layer.reached != trained:
             self.stop()
 
-    def run(self, index: int, place: Any, function: Callable[..., Tensor | None], *inputs: Any) -> Tensor | None:
+    def run(self, index: int, where: Any, function: Callable[..., Tensor | None], *inputs: Any) -> Tensor | None:
         """Return function(*inputs) for layer `index`. What cannot be captured, because it waits for the device, runs
         eagerly, with a warning.
 
-        place    a key: what the function does, and where on the device everything lies that it uses beside its inputs
+        where    a key: what the function does, and where on the device everything lies that it uses beside its inputs
         inputs   tensors, `SIMPLE` objects, and dicts, tuples and lists of them; with other objects it runs eagerly
         """
         leaves, structure = tree_flatten(inputs)
@@ -66,7 +66,7 @@ class LayerGraphs:
         if not all(isinstance(value, (Tensor, *SIMPLE)) for value in leaves):  # such as a cache, or a mask object
             return function(*inputs)
         shape = tuple(_layout(value) if isinstance(value, Tensor) else value for value in leaves)
-        key = self.kinds[index], place, str(structure), shape
+        key = self.kinds[index], where, str(structure), shape
         if key not in self._graphs:
             if key not in self._seen or len(self._graphs) == LIMIT:
                 self._seen.add(key)
@@ -131,8 +131,8 @@ def _kind(layer: nn.Module, index: int) -> Any:
     if any(True for _ in layer.buffers()):
         return index
     settings = []  # all that determines what a module computes; objects count by their identity
-    for where, module in layer.named_modules():
-        settings.append((where, type(module)))
+    for path, module in layer.named_modules():
+        settings.append((path, type(module)))
         for name, value in vars(module).items():
             plain = isinstance(value, bool | int | float | str | None)
             if name not in OWN and (plain or not name.startswith("_")):

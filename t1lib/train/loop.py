@@ -6,7 +6,7 @@
     slide       `t1lib.train.stream`: layers on the host
     fsdp        PyTorch's FSDP2 (`t1lib.train.modes`, too)
 
-`Trainer` is this loop, in plain PyTorch: modes gpu and ckpt. `step` calls `_run`, and that `_backward`, `_norm` and
+`Trainer` is this loop, in plain PyTorch: modes gpu and ckpt. `step` calls `_run`, and that `_backward`, `_clip` and
 `_update`; the classes of the other modes replace some of these.
 
 In one process, all modes compute the same numbers: in float32 on a CPU bit for bit, unless a batch is split.
@@ -130,7 +130,7 @@ class Trainer:
     def _run(self, pieces: list[Piece], timer: PhaseTimer) -> tuple[Tensor, Tensor]:
         """Forward, backward and update; returns the loss and the gradients' norm."""
         loss = self._backward(pieces, timer)
-        norm = self._norm()
+        norm = self._clip()
         if self.late or math.isfinite(float(norm)):
             self._update()
         return loss, norm
@@ -207,7 +207,7 @@ class Trainer:
         """The last layer's output after the norm."""
         return self.parts.base(input_ids=ids, use_cache=False).last_hidden_state
 
-    def _norm(self) -> Tensor:
+    def _clip(self) -> Tensor:
         """Clip the gradients, if asked to; returns their norm before that, (), as `torch.nn.utils` computes it."""
         grads = [p.grad for p in self._trained.values() if p.grad is not None]
         norms = torch.stack(norms_of(grads, exact=self.device.type == "cpu"))

@@ -73,7 +73,7 @@ class SlideTrainer(Trainer):
         embedded = embed(ids.to(embed.weight.device)).to(self.device)
         return self.parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
 
-    def _norm(self) -> Tensor:
+    def _clip(self) -> Tensor:
         if self.max_grad_norm is None:
             return self.optimizer.grad_norm()
         return self.optimizer.clip_grad_norm_(self.max_grad_norm)

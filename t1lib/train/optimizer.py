@@ -14,14 +14,14 @@ from t1lib.train.update import check_state, norms_of, shown_state, take_state
 if TYPE_CHECKING:
     from t1lib.train.engine import Engine
 
-KINDS = (torch.optim.AdamW, torch.optim.SGD)
 ALLOWED = {"amsgrad": False, "capturable": False, "differentiable": False, "decoupled_weight_decay": True}
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Raise `T1Error` unless it is a `torch.optim.AdamW` or `SGD` over this model's parameters."""
-    kind = type(optimizer).__name__
-    require(type(optimizer) in KINDS, f"optimizer of class {kind}; allowed: torch.optim.AdamW, torch.optim.SGD")
+    kind = type(optimizer)
+    known = kind in (torch.optim.AdamW, torch.optim.SGD)
+    require(known, f"optimizer of class {kind.__name__}; allowed: torch.optim.AdamW, torch.optim.SGD")
     _refuse_options(optimizer.param_groups)
     own = set(map(id, model.parameters()))
     for number, group in enumerate(optimizer.param_groups):
@@ -88,7 +88,7 @@ class StreamOptimizer(ResidentOptimizer):
         emptied = "the optimizer's state was emptied; to begin anew, give load_state_dict an empty 'state'"
         require(len(self.state) >= self._states, emptied)
         self._engine.step()
-        self._states = len(self.state) * self._engine.placed
+        self._states = len(self.state) if self._engine.placed else 0
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -55,7 +55,7 @@ class OuterParam(Traveller):
         self.update: Update | None = None  # pending or under way
         self.equal_at = version_of(param)  # when the weights and the host's copy were last equal
 
-    def follow(self) -> None:
+    def accept_writes(self) -> None:
         """Let the host's copy follow what somebody wrote to the weights on the device."""
         if self.equal_at == version_of(self.param):
             return
@@ -141,7 +141,7 @@ class Outer:
             self.ready()
         if self._stage is Stage.COMPLETE:
             for held in self.held:
-                held.follow()
+                held.accept_writes()
         with uninterrupted():
             self._stage = Stage.RELEASED
             for held in self.held:
@@ -201,7 +201,7 @@ class Outer:
         if self._stage is not Stage.RELEASED:
             self.ready()
             for held in self.held:
-                held.follow()
+                held.accept_writes()
         at_once = any(_references(held.param) > _references(ALONE) for held in self.held)
         rules, counts = self._optimizer.rules(), self._optimizer.counts
         for held in self.held:
@@ -272,7 +272,7 @@ class Outer:
         self.ready()
         for held in self.held:
             wait_for(held.left)
-            held.follow()
+            held.accept_writes()
 
 
 class _Rows(torch.autograd.Function):
