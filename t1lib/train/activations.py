@@ -75,9 +75,9 @@ class Saved:
     def __post_init__(self) -> None:
         """Note the autocast state, for `autocast()`. Autocast's cache of narrowed weights is off: it would keep those
         of all layers, and stale ones when a slot's content has changed."""
-        kind = self.device.type
-        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        self.autocast = partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
+        device = self.device.type
+        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        self.autocast = partial(torch.autocast, device, dtype, enabled, cache_enabled=False)
 
     def random_state(self) -> list[Tensor]:
         """The states of the random number generators: the CPU's and, for a GPU, the device's."""
@@ -247,10 +247,10 @@ def _plain(module: nn.Module) -> bool:
 
 def _narrowed(tensor: Tensor) -> Tensor:
     """The tensor as autocast would pass it to a matrix product."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
         return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 class _Unread(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 import gc
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -26,7 +25,7 @@ class LayerGraphs:
     as they run one after the other, none needing what another left. allowed: indices of layers that may run this way"""
 
     def __init__(self, layers: Sequence[nn.Module], allowed: set[int]) -> None:
-        kinds: dict[Any, int] = {}
+        kinds: dict[Any, int] = {}  # a number for each
         self.kinds = [kinds.setdefault(_kind(layer, i), len(kinds)) for i, layer in enumerate(layers)]
         self.allowed, self._inner = allowed, [list(layer.modules())[1:] for layer in layers]
         self._graphs: dict[Any, tuple[Any, list[Tensor], Tensor | None]] = {}  # with its inputs and its result
@@ -85,13 +84,12 @@ class LayerGraphs:
 
     def _captured(self, function: Callable[..., Tensor | None], inputs: Any, tensors: list[Tensor]) -> Any:
         """Capture a call. Nothing is computed yet; other threads may go on using the device."""
-        count, own = Counter(), []  # own: what the graph reads as inputs; graphs share tensors of one layout
-        for tensor in tensors:
-            layout = _layout(tensor)
-            key, count[layout] = (layout, count[layout]), count[layout] + 1
+        layouts = [_layout(tensor) for tensor in tensors]
+        keys = [(layout, layouts[:at].count(layout)) for at, layout in enumerate(layouts)]
+        for key, tensor in zip(keys, tensors, strict=True):
             if key not in self._inputs:
                 self._inputs[key] = tensor.detach().clone()
-            own.append(self._inputs[key])
+        own = [self._inputs[key] for key in keys]  # what the graph reads as inputs; graphs share them
         left = iter(own)
         arguments = tree_map(lambda value: next(left) if isinstance(value, Tensor) else value, inputs)
         graph, device, collecting = torch.cuda.CUDAGraph(), tensors[0].device, gc.isenabled()

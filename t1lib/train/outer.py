@@ -46,9 +46,9 @@ class OuterParam(Traveller):
 
     def __init__(self, param: nn.Parameter, index: int, optimizer: ResidentOptimizer) -> None:
         self.param, self.group = param, optimizer.groups[id(param)]
-        kinds = optimizer.precision.kinds(param, optimizer.rules()[self.group])
+        dtypes = optimizer.precision.kinds(param, optimizer.rules()[self.group])
         on_host = partial(pinned_zeros, param.numel(), device=param.device)
-        state = {key: on_host(dtype) for key, dtype in kinds.items()}
+        state = {key: on_host(dtype) for key, dtype in dtypes.items()}
         super().__init__(index, None if "master" in state else on_host(param.dtype), state)
         self.exact = state.get("master", self.flat)  # the weights on the host, or their whole master
         self.exact.copy_(param.data.view(-1).cpu())
@@ -158,14 +158,14 @@ class Outer:
         if not (ahead and alone and plain and input.numel() > 0):
             self.ready()
             return self._forward(input)
-        rows, places = torch.unique(input.cpu(), return_inverse=True)
+        rows, at = torch.unique(input.cpu(), return_inverse=True)
         there = rows.to(input.device)
         values = _Rows.apply(weight, self._ahead(rows, there), there)
         padding = embed.padding_idx
         found = [] if padding is None else (rows == padding).nonzero().flatten().tolist()
         try:  # the module's own forward, on these rows only
             embed.padding_idx, embed._parameters["weight"] = next(iter(found), None), values
-            return self._forward(places.to(input.device))
+            return self._forward(at.to(input.device))
         finally:
             embed.padding_idx, embed._parameters["weight"] = padding, weight
 
