@@ -123,9 +123,9 @@ class Inputs:
 
 
 class OnHost:
-    """A tensor that is copied to the host, and waits there."""
+    """A tensor that is copied to the host, waits there, and comes back when it or the one put after it is taken."""
 
-    _buffer = _left = _back = None  # for `__del__`, if an interrupt ends `__init__`
+    _buffer = _left = _back = None  # for `__del__`, if an interrupt ends `__init__`; marks of both copies
 
     def __init__(self, inputs: Inputs, tensor: Tensor, layer: int) -> None:
         numel, spare = tensor.numel(), inputs.free[tensor.shape, tensor.dtype]

@@ -78,6 +78,13 @@ class StreamOptimizer(ResidentOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._refuse_changes()
+        self._engine.step()
+        self._states = len(self.state) if self._engine.placed else 0
+        return loss
+
+    def _refuse_changes(self) -> None:
+        """Raise `T1Error` if the groups or the state are no longer what was streamed."""
         _refuse_options(self.param_groups)
         for group, before in zip(self.param_groups, self._with_momentum, strict=False):
             now, then = group.get("momentum"), "more than 0" if before else "0"
@@ -87,9 +94,6 @@ class StreamOptimizer(ResidentOptimizer):
         require(groups == self.groups, "parameters taken from the optimizer's groups, or moved; use requires_grad_")
         emptied = "the optimizer's state was emptied; to begin anew, give load_state_dict an empty 'state'"
         require(len(self.state) >= self._states, emptied)
-        self._engine.step()
-        self._states = len(self.state) if self._engine.placed else 0
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._engine.schedule is not None:
