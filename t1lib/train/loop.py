@@ -182,8 +182,8 @@ class Trainer:
         self.model.eval()
         try:
             timer = PhaseTimer(self.device)
-            loss = sum(self._piece_loss(piece, timer) for piece in self._pieces(batch))
-            return float(self.ranks.sum(loss.double(), self.device))
+            loss = float(sum(self._piece_loss(piece, timer) for piece in self._pieces(batch)))
+            return float(self.ranks.sum(torch.tensor(loss, dtype=torch.float64), self.device))
         finally:
             for module in training:
                 module.training = True

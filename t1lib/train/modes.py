@@ -69,7 +69,8 @@ class SlideTrainer(Trainer):
             param.data = param.data.cpu()
 
     def _hidden(self, ids: Tensor) -> Tensor:
-        self.engine.trace, embed = self.trace, self.parts.embed
+        self.engine.trace = self.trace
+        embed = self.parts.embed
         embedded = embed(ids.to(embed.weight.device)).to(self.device)
         return self.parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
 

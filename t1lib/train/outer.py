@@ -108,11 +108,11 @@ class Outer:
         self._scratch = Scratch()
         self.embed = embed = next(embeddings, None)
         if embed is not None:
-            self._forward, self._own = embed.forward, own[id(embed.weight)]
-            self._whole = {key: flat.view(embed.weight.shape) for key, flat in self._own.on_host().items()}
+            self._forward, self._table = embed.forward, own[id(embed.weight)]
+            self._host = {key: flat.view(embed.weight.shape) for key, flat in self._table.on_host().items()}
             most, width = min(ROWS, len(embed.weight)), embed.weight.shape[1]
             zeros = partial(pinned_zeros, most * width, device=self._schedule.device)
-            rows = [{k: zeros(v.dtype).view(most, width) for k, v in self._whole.items()} for _ in range(GATHERED)]
+            rows = [{k: zeros(v.dtype).view(most, width) for k, v in self._host.items()} for _ in range(GATHERED)]
             self._turns = cycle(map(Gathered, rows))
 
     @unwatched
@@ -152,10 +152,10 @@ class Outer:
         """In place of the embedding's forward. If an update is pending, it sees the rows as that will leave them."""
         embed, weight = self.embed, self.embed.weight
         # A checkpoint would run this again in the backward, no longer ahead of the update, and save other indices.
-        alone = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        once = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         plain = embed.max_norm is None and not embed.scale_grad_by_freq and not embed.sparse
-        ahead = self._stage is Stage.PENDING and self._own.update is not None and self._own.param is weight
-        if not (ahead and alone and plain and input.numel() > 0):
+        ahead = self._stage is Stage.PENDING and self._table.update is not None and self._table.param is weight
+        if not (ahead and once and plain and input.numel() > 0):
             self.ready()
             return self._forward(input)
         rows, at = torch.unique(input.cpu(), return_inverse=True)
@@ -175,15 +175,15 @@ class Outer:
         """The embedding's rows as the pending update will leave them. there: `rows` on the device, to which the host
         sends their state through pinned buffers"""
         self._make_room()
-        own, compute, found = self._own, self._schedule.compute, []
-        grads, (span,) = own.update.grads.view_as(own.param), own.update.spans
-        wait_for(own.left)
+        table, compute, found = self._table, self._schedule.compute, []
+        grads, (span,) = table.update.grads.view_as(table.param), table.update.spans
+        wait_for(table.left)
         for few, which in zip(rows.split(ROWS), there.split(ROWS), strict=True):
             turn = next(self._turns)
             wait_for(turn.left)
             pinned = {key: buffer[: len(few)] for key, buffer in turn.rows.items()}
             for key, buffer in pinned.items():
-                torch.index_select(self._whole[key], 0, few, out=buffer)
+                torch.index_select(self._host[key], 0, few, out=buffer)
             sent = {key: buffer.to(there.device, non_blocking=True, copy=True) for key, buffer in pinned.items()}
             turn.left = compute.mark()
             state = {key: value.view(-1) for key, value in sent.items()}
