@@ -50,9 +50,6 @@ class Ranks:
         return total.to(tensor.device)
 
 
-ALONE = Ranks()
-
-
 def launched() -> int:
     """How many processes torchrun, or another launcher that sets its variables, started."""
     return int(os.environ.get("WORLD_SIZE", "1"))

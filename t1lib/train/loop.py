@@ -27,7 +27,7 @@ from t1lib.models import require_plain_loss, split
 from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.timing import NoTrace, PhaseTimer, Trace, wrap_layers
 from t1lib.train import usable
-from t1lib.train.batch import ALONE, Piece, Ranks, check, pieces_of
+from t1lib.train.batch import Piece, Ranks, check, pieces_of
 from t1lib.train.resident import ResidentOptimizer, check_saved, make_optimizer, state_in
 from t1lib.train.update import norms_of, shown_state, take_state
 
@@ -64,7 +64,7 @@ class Trainer:
     """
 
     late = False  # whether updates begin before the host knows that all gradients are finite
-    ranks: Ranks = ALONE  # the processes that share the model
+    ranks = Ranks()  # the processes that share the model
 
     def __init__(
         self, model: PreTrainedModel, mode: str = "gpu", *, device: torch.device | str | None = None,
