@@ -130,10 +130,10 @@ def wrap_layers(layers: Sequence[nn.Module], trace: Callable[[], Trace | NoTrace
 def _traced(
     index: int, forward: Callable[..., Tensor], trace: Callable[[], Trace | NoTrace], *args: Any, **kwargs: Any
 ) -> Tensor:
-    again = torch._C._current_graph_task_id() != -1  # within a backward
-    with trace().span("compute", "recompute" if again else "forward", index):
+    in_backward = torch._C._current_graph_task_id() != -1
+    with trace().span("compute", "recompute" if in_backward else "forward", index):
         out = forward(*args, **kwargs)
-    if isinstance(trace(), Trace) and out.requires_grad and not again:
+    if isinstance(trace(), Trace) and out.requires_grad and not in_backward:
         out.register_hook(partial(_begin_backward, index, trace()))
     return out
 

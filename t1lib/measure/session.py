@@ -253,7 +253,7 @@ class TrainStreamTrainer(Trainer):
             timer.mark("forward")
             return self._loss(hidden, self.parts.head.weight, piece.targets)
 
-    def _norm(self) -> Tensor:
+    def _clip(self) -> Tensor:
         return torch.zeros(())  # the gradients are on the host by now; the optimizer clips them
 
     def _update(self) -> None:

@@ -81,8 +81,8 @@ def stream(
     """
     require(isinstance(model, nn.Module), f"model of type {type(model).__name__}; allowed: a torch.nn.Module")
     # An engine gives the model and its layers an `_apply` of their own.
-    again = any("_apply" in vars(module) for module in model.modules())
-    require(not again, "the model, or a part of it, is streamed already; call its optimizer's `close()` first")
+    twice = any("_apply" in vars(module) for module in model.modules())
+    require(not twice, "the model, or a part of it, is streamed already; call its optimizer's `close()` first")
     whole = micro_batch is None or is_whole(micro_batch, 1)
     require(whole, f"micro_batch={shown(micro_batch)}; allowed: 1 or more, whole numbers, or None")
     check_optimizer(optimizer, model)
@@ -99,8 +99,8 @@ def stream(
     own = isinstance(stack, nn.ModuleList) and any(m is stack for m in model.modules())
     some = own and any(True for _ in stack.parameters())
     require(some, f"layers={type(layers).__name__}; allowed: an nn.ModuleList of the model's, with parameters")
-    again = any(getattr(layer, "gradient_checkpointing", False) for layer in stack)
-    require(not again, "the model's gradient checkpointing is on; stream recomputes layers itself: turn it off")
+    recomputes = any(getattr(layer, "gradient_checkpointing", False) for layer in stack)
+    require(not recomputes, "the model's gradient checkpointing is on; stream recomputes layers itself: turn it off")
     if choice is not None:
         check_choice(choice, len(stack))
         require(budget is None, "gpu_memory and choice: give one of them")

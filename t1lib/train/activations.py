@@ -37,27 +37,26 @@ def split_rows(piece: Piece, rows: int | None) -> list[Piece]:
     if rows is None or rows >= count:
         return [piece]
 
-    def cut(start: int, value: Any) -> Any:
-        many = masks(value) and len(value.kv_num_blocks) > 1  # its functions identify rows by their number
-        require(not many, f"a BlockMask of several rows with micro_batch={rows}; allowed: None, or a mask of 1 row")
-        own = isinstance(value, Tensor) and value.dim() > 1 and len(value) == count
-        whole_numbers = own and not (value.is_floating_point() or value.dtype == torch.bool)  # such as positions
-        if own and value.dim() == 2 and not whole_numbers and piece.hidden.shape[1:2] == (count,):
-            shape = f"an argument of shape {tuple(value.shape)}: of the {count} rows, or of the {count} tokens of each?"
-            raise T1Error(f"{shape} Add a dimension, or leave micro_batch out")
-        return value[start : start + rows] if own else value
-
-    def masks(value: Any) -> bool:
+    def is_mask(value: Any) -> bool:
         return hasattr(value, "kv_num_blocks")
 
-    def part(start: int) -> Piece:
-        others = tree_map(partial(cut, start), (piece.args, piece.kwargs), is_leaf=masks)
-        return Piece(piece.hidden[start : start + rows], *others)
+    def cut(start: int, value: Any) -> Any:
+        several = is_mask(value) and len(value.kv_num_blocks) > 1  # its functions identify rows by their number
+        require(not several, f"a BlockMask of several rows with micro_batch={rows}; allowed: None, or a mask of 1 row")
+        if not isinstance(value, Tensor) or value.dim() < 2 or len(value) != count:
+            return value
+        positions = not value.is_floating_point() and value.dtype != torch.bool
+        if value.dim() == 2 and not positions and piece.hidden.shape[1:2] == (count,):
+            shape = f"an argument of shape {tuple(value.shape)}: of the {count} rows, or of the {count} tokens of each?"
+            raise T1Error(f"{shape} Add a dimension, or leave micro_batch out")
+        return value[start : start + rows]
 
-    return [part(start) for start in range(0, count, rows)]
+    starts = range(0, count, rows)
+    others = (tree_map(partial(cut, start), (piece.args, piece.kwargs), is_leaf=is_mask) for start in starts)
+    return [Piece(piece.hidden[start : start + rows], *given) for start, given in zip(starts, others, strict=True)]
 
 
-MODES = ("training", "_active_adapter", "_disable_adapters")  # how a module is to run; the latter two are PEFT's
+SWITCHES = ("training", "_active_adapter", "_disable_adapters")  # of a module's mode; the latter two are PEFT's
 
 
 @dataclass(eq=False)
@@ -76,9 +75,9 @@ class Saved:
     def __post_init__(self) -> None:
         """Note the autocast state, for `autocast()`. Autocast's cache of narrowed weights is off: it would keep those
         of all layers, and stale ones when a slot's content has changed."""
-        kind = self.device.type
-        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        self.autocast = partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
+        device = self.device.type
+        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        self.autocast = partial(torch.autocast, device, dtype, enabled, cache_enabled=False)
 
     def random_state(self) -> list[Tensor]:
         """The states of the random number generators: the CPU's and, for a GPU, the device's."""
@@ -100,8 +99,8 @@ class Saved:
 
     @staticmethod
     def modes_of(modules: Iterable[nn.Module]) -> list[list[Any]]:
-        """`MODES` of each module; a missing attribute counts as False, since PEFT may set it to False later."""
-        return [[own.get(name) or False for name in MODES] for own in map(vars, modules)]
+        """`SWITCHES` of each module; a missing one counts as False, since PEFT may set it to False later."""
+        return [[own.get(name) or False for name in SWITCHES] for own in map(vars, modules)]
 
 
 class Inputs:
@@ -124,9 +123,9 @@ class Inputs:
 
 
 class OnHost:
-    """A tensor that is copied to the host, and waits there."""
+    """A tensor that is copied to the host, waits there, and comes back when it or the one put after it is taken."""
 
-    _buffer = _left = _back = None  # for `__del__`, if an interrupt ends `__init__`
+    _buffer = _left = _back = None  # for `__del__`, if an interrupt ends `__init__`; marks of both copies
 
     def __init__(self, inputs: Inputs, tensor: Tensor, layer: int) -> None:
         numel, spare = tensor.numel(), inputs.free[tensor.shape, tensor.dtype]
@@ -248,10 +247,10 @@ def _plain(module: nn.Module) -> bool:
 
 def _narrowed(tensor: Tensor) -> Tensor:
     """The tensor as autocast would pass it to a matrix product."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
         return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 class _Unread(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """The processes that train a model together: how they find each other, compare facts, and sum tensors. And a batch of
 token ids: checked against the model, divided among the processes, and split into micro-batches."""
 
+import hashlib
 import os
 import sys
 from collections.abc import Mapping
@@ -47,9 +48,6 @@ class Ranks:
         total = tensor.to(device, copy=True)
         dist.all_reduce(total)
         return total.to(tensor.device)
-
-
-ALONE = Ranks()
 
 
 def launched() -> int:
@@ -120,8 +118,19 @@ def pieces_of(ids: Tensor, targets: Tensor, rows: int | None, device: torch.devi
     rows, each = rows or len(ids), -(-len(ids) // ranks.size)
     if ranks.alone and rows >= len(ids):
         return [Piece(ids.to(device), targets.to(device))]
+    if not ranks.alone:
+        ranks.agree({"the whole batch": digest_of({"input_ids": ids, "labels": targets})})
     total = int((targets != -100).sum())
     ids, targets = (t.tensor_split(ranks.size)[ranks.rank] for t in (ids, targets))
     missing = (0, 0, 0, each - len(ids))
     shares = pad(ids, missing).split(rows), pad(targets, missing, value=-100).split(rows)
     return [Piece(*(part.to(device) for part in parts), total) for parts in zip(*shares, strict=True)]
+
+
+def digest_of(tensors: dict[str, Tensor]) -> str:
+    """Digest of names, dtypes, shapes, whether a gradient is required, and values bit by bit."""
+    found = hashlib.sha256()
+    for name, tensor in tensors.items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()[:16]

@@ -22,7 +22,7 @@ from t1lib.files import read_signed, remove, signed, sync, whole, writing
 from t1lib.train.loop import Trainer
 
 META = "checkpoint.json"
-KINDS = ("model", "optimizer")
+CONTENTS = ("model", "optimizer")  # of each file: weights and their optimizer state, by name
 READERS = 8  # threads that read files for their checksums
 
 
@@ -104,7 +104,7 @@ def load_checkpoint(trainer: Trainer, folder: str | Path) -> int:
     for name, found in _checksums(path, meta["files"]).items():
         require(found == meta["files"][name], f"{path / name} is damaged: its checksum is not the one written")
     parts = [_read(path / name) for name in meta["files"]]
-    state = {kind: {n: v for part in parts for n, v in part[kind].items()} for kind in KINDS}
+    state = {kind: {n: v for part in parts for n, v in part[kind].items()} for kind in CONTENTS}
     trainer.load_state_dict(state | {"step": meta["step"]})
     return trainer.steps
 
@@ -113,6 +113,6 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     """A part of the state; its tensors are memory-mapped, not read."""
     try:
         part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return {kind: dict(part[kind]) for kind in KINDS}
+        return {kind: dict(part[kind]) for kind in CONTENTS}
     except Exception as error:  # of many kinds, for a file that is no part of a checkpoint
         raise T1Error(f"cannot read {path}, which should be a part of a state: {reason(error)}") from error

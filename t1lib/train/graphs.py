@@ -2,7 +2,6 @@
 
 import gc
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -26,7 +25,7 @@ class LayerGraphs:
     as they run one after the other, none needing what another left. allowed: indices of layers that may run this way"""
 
     def __init__(self, layers: Sequence[nn.Module], allowed: set[int]) -> None:
-        kinds: dict[Any, int] = {}
+        kinds: dict[Any, int] = {}  # a number for each
         self.kinds = [kinds.setdefault(_kind(layer, i), len(kinds)) for i, layer in enumerate(layers)]
         self.allowed, self._inner = allowed, [list(layer.modules())[1:] for layer in layers]
         self._graphs: dict[Any, tuple[Any, list[Tensor], Tensor | None]] = {}  # with its inputs and its result
@@ -54,11 +53,11 @@ class LayerGraphs:
         elif layer.reached != trained:
             self.stop()
 
-    def run(self, index: int, place: Any, function: Callable[..., Tensor | None], *inputs: Any) -> Tensor | None:
+    def run(self, index: int, where: Any, function: Callable[..., Tensor | None], *inputs: Any) -> Tensor | None:
         """Return function(*inputs) for layer `index`. What cannot be captured, because it waits for the device, runs
         eagerly, with a warning.
 
-        place    a key: what the function does, and where on the device everything lies that it uses beside its inputs
+        where    a key: what the function does, and where on the device everything lies that it uses beside its inputs
         inputs   tensors, `SIMPLE` objects, and dicts, tuples and lists of them; with other objects it runs eagerly
         """
         leaves, structure = tree_flatten(inputs)
@@ -66,7 +65,7 @@ class LayerGraphs:
         if not all(isinstance(value, (Tensor, *SIMPLE)) for value in leaves):  # such as a cache, or a mask object
             return function(*inputs)
         shape = tuple(_layout(value) if isinstance(value, Tensor) else value for value in leaves)
-        key = self.kinds[index], place, str(structure), shape
+        key = self.kinds[index], where, str(structure), shape
         if key not in self._graphs:
             if key not in self._seen or len(self._graphs) == LIMIT:
                 self._seen.add(key)
@@ -85,13 +84,12 @@ class LayerGraphs:
 
     def _captured(self, function: Callable[..., Tensor | None], inputs: Any, tensors: list[Tensor]) -> Any:
         """Capture a call. Nothing is computed yet; other threads may go on using the device."""
-        count, own = Counter(), []  # own: what the graph reads as inputs; graphs share tensors of one layout
-        for tensor in tensors:
-            layout = _layout(tensor)
-            key, count[layout] = (layout, count[layout]), count[layout] + 1
+        layouts = [_layout(tensor) for tensor in tensors]
+        keys = [(layout, layouts[:at].count(layout)) for at, layout in enumerate(layouts)]
+        for key, tensor in zip(keys, tensors, strict=True):
             if key not in self._inputs:
                 self._inputs[key] = tensor.detach().clone()
-            own.append(self._inputs[key])
+        own = [self._inputs[key] for key in keys]  # what the graph reads as inputs; graphs share them
         left = iter(own)
         arguments = tree_map(lambda value: next(left) if isinstance(value, Tensor) else value, inputs)
         graph, device, collecting = torch.cuda.CUDAGraph(), tensors[0].device, gc.isenabled()
@@ -131,8 +129,8 @@ def _kind(layer: nn.Module, index: int) -> Any:
     if any(True for _ in layer.buffers()):
         return index
     settings = []  # all that determines what a module computes; objects count by their identity
-    for where, module in layer.named_modules():
-        settings.append((where, type(module)))
+    for path, module in layer.named_modules():
+        settings.append((path, type(module)))
         for name, value in vars(module).items():
             plain = isinstance(value, bool | int | float | str | None)
             if name not in OWN and (plain or not name.startswith("_")):

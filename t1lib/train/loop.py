@@ -6,6 +6,9 @@
     slide       `t1lib.train.stream`: layers on the host
     fsdp        PyTorch's FSDP2 (`t1lib.train.modes`, too)
 
+`Trainer` is this loop, in plain PyTorch: modes gpu and ckpt. `step` calls `_run`, and that `_backward`, `_clip` and
+`_update`; the classes of the other modes replace some of these.
+
 In one process, all modes compute the same numbers: in float32 on a CPU bit for bit, unless a batch is split.
 """
 
@@ -24,7 +27,7 @@ from t1lib.models import require_plain_loss, split
 from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.timing import NoTrace, PhaseTimer, Trace, wrap_layers
 from t1lib.train import usable
-from t1lib.train.batch import ALONE, Piece, Ranks, check, pieces_of
+from t1lib.train.batch import Piece, Ranks, check, pieces_of
 from t1lib.train.resident import ResidentOptimizer, check_saved, make_optimizer, state_in
 from t1lib.train.update import norms_of, shown_state, take_state
 
@@ -61,7 +64,7 @@ class Trainer:
     """
 
     late = False  # whether updates begin before the host knows that all gradients are finite
-    ranks: Ranks = ALONE  # the processes that share the model
+    ranks = Ranks()  # the processes that share the model
 
     def __init__(
         self, model: PreTrainedModel, mode: str = "gpu", *, device: torch.device | str | None = None,
@@ -87,60 +90,18 @@ class Trainer:
             self.spec = replace(self.spec, master_weights=None, moments="float32")
         self.steps, self.closed = 0, False
         self.trace: Trace | NoTrace = NoTrace()  # assign a `Trace` to record the spans of the next step's work
-        self._own = {n: p for n, p in model.named_parameters() if p.requires_grad}  # what is trained, by name
-        require(bool(self._own), "no parameter of the model requires a gradient")
+        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}  # by name
+        require(bool(self._trained), "no parameter of the model requires a gradient")
         if loss == "mean_square":
             require(micro_batch is None, f"loss 'mean_square' with micro_batch={micro_batch}; allowed: None")
             behind = {*self.parts.norm.parameters(), *self.parts.head.parameters()} - {self.parts.embed.weight}
-            lost = [n for n, p in self._own.items() if p in behind]
+            lost = [n for n, p in self._trained.items() if p in behind]
             require(not lost, f"loss 'mean_square' ends before {lost[:1]}: it would get no gradient; freeze it")
         else:
             require_plain_loss(model)
         self._place(**own)
         if loss == "mean_square":
             self.parts.norm.forward = lambda hidden: hidden
-
-    # -- what modes define ---------------------------------------------------------------------------------------------
-
-    def _place(self) -> None:
-        """Put the model where the mode wants it, and make the optimizer."""
-        self.model.to(self.device)
-        wrap_layers(self.parts.layers, lambda: self.trace, recompute=self.mode == "ckpt")
-        self.optimizer = self._resident_optimizer()
-
-    def _resident_optimizer(self, on_host: bool = False) -> torch.optim.Optimizer:
-        """PyTorch's own optimizer; the kit's if there are masters, or for parameters on the host beside a GPU."""
-        kit = on_host or self.spec.master_weights is not None
-        fused, graphed = self.device.type == "cuda" and not kit, self.mode == "gpu-graph"
-        plain = make_optimizer(self.spec, self._own.values(), fused, capturable=graphed)
-        return ResidentOptimizer(plain, self.spec.precision, self.device) if kit else plain
-
-    def _hidden(self, ids: Tensor) -> Tensor:
-        """The last layer's output after the norm."""
-        return self.parts.base(input_ids=ids, use_cache=False).last_hidden_state
-
-    def _norm(self) -> Tensor:
-        """Clip the gradients, if asked to; returns their norm before that, (), as `torch.nn.utils` computes it."""
-        grads = [p.grad for p in self._own.values() if p.grad is not None]
-        norms = torch.stack(norms_of(grads, exact=self.device.type == "cpu"))
-        if not self.ranks.alone:  # so far these are norms of the local shards
-            norms = self.ranks.sum(norms.double().square(), self.device).sqrt().to(norms.dtype)
-        total = torch.linalg.vector_norm(norms)
-        if self.max_grad_norm is not None:
-            torch._foreach_mul_(grads, (self.max_grad_norm / (total + 1e-6)).clamp(max=1.0).to(grads[0].device))
-        return total
-
-    def _update(self) -> None:
-        """Update the parameters; in a traced step layer by layer, so that the trace shows each one's share."""
-        if isinstance(self.trace, NoTrace):
-            self.optimizer.step()
-            return
-        grads = {n: p.grad for n, p in self._own.items()}
-        for part, names in self.state_parts().items():
-            for name, param in self._own.items():
-                param.grad = grads[name] if name in names else None
-            with self.trace.span("compute", "update", -1 if part == "rest" else int(part.removeprefix("layer-"))):
-                self.optimizer.step()
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -169,19 +130,17 @@ class Trainer:
     def _run(self, pieces: list[Piece], timer: PhaseTimer) -> tuple[Tensor, Tensor]:
         """Forward, backward and update; returns the loss and the gradients' norm."""
         loss = self._backward(pieces, timer)
-        norm = self._norm()
+        norm = self._clip()
         if self.late or math.isfinite(float(norm)):
             self._update()
         return loss, norm
 
     def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
-        rows = None if self.mode == "slide" else self.micro_batch  # slide splits within each layer
-        return pieces_of(*self._checked(batch), rows, self.device, self.ranks)
-
-    def _checked(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(input_ids, targets) of a batch, checked to fit the model."""
+        """This process's share of a batch, which is checked to fit the model, as micro-batches."""
         require(not self.closed, "the trainer was closed: make another one")
-        return check(batch, self.parts.embed.num_embeddings, self.model.config.max_position_embeddings)
+        whole = check(batch, self.parts.embed.num_embeddings, self.model.config.max_position_embeddings)
+        rows = None if self.mode == "slide" else self.micro_batch  # slide splits within each layer
+        return pieces_of(*whole, rows, self.device, self.ranks)
 
     def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
         """Compute the gradients of the batch's loss, and return the loss."""
@@ -223,10 +182,53 @@ class Trainer:
         self.model.eval()
         try:
             timer = PhaseTimer(self.device)
-            return float(sum(self._piece_loss(piece, timer) for piece in self._pieces(batch)))
+            loss = float(sum(self._piece_loss(piece, timer) for piece in self._pieces(batch)))
+            return float(self.ranks.sum(torch.tensor(loss, dtype=torch.float64), self.device))
         finally:
             for module in training:
                 module.training = True
+
+    # -- what modes define ---------------------------------------------------------------------------------------------
+
+    def _place(self) -> None:
+        """Put the model where the mode wants it, and make the optimizer."""
+        self.model.to(self.device)
+        wrap_layers(self.parts.layers, lambda: self.trace, recompute=self.mode == "ckpt")
+        self.optimizer = self._resident_optimizer()
+
+    def _resident_optimizer(self, on_host: bool = False) -> torch.optim.Optimizer:
+        """PyTorch's own optimizer; the kit's if there are masters, or for parameters on the host beside a GPU."""
+        kit = on_host or self.spec.master_weights is not None
+        fused, graphed = self.device.type == "cuda" and not kit, self.mode == "gpu-graph"
+        plain = make_optimizer(self.spec, self._trained.values(), fused, capturable=graphed)
+        return ResidentOptimizer(plain, self.spec.precision, self.device) if kit else plain
+
+    def _hidden(self, ids: Tensor) -> Tensor:
+        """The last layer's output after the norm."""
+        return self.parts.base(input_ids=ids, use_cache=False).last_hidden_state
+
+    def _clip(self) -> Tensor:
+        """Clip the gradients, if asked to; returns their norm before that, (), as `torch.nn.utils` computes it."""
+        grads = [p.grad for p in self._trained.values() if p.grad is not None]
+        norms = torch.stack(norms_of(grads, exact=self.device.type == "cpu"))
+        if not self.ranks.alone:  # so far these are norms of the local shards
+            norms = self.ranks.sum(norms.double().square(), self.device).sqrt().to(norms.dtype)
+        total = torch.linalg.vector_norm(norms)
+        if self.max_grad_norm is not None:
+            torch._foreach_mul_(grads, (self.max_grad_norm / (total + 1e-6)).clamp(max=1.0).to(grads[0].device))
+        return total
+
+    def _update(self) -> None:
+        """Update the parameters; in a traced step layer by layer, so that the trace shows each one's share."""
+        if isinstance(self.trace, NoTrace):
+            self.optimizer.step()
+            return
+        grads = {n: p.grad for n, p in self._trained.items()}
+        for part, names in self.state_parts().items():
+            for name, param in self._trained.items():
+                param.grad = grads[name] if name in names else None
+            with self.trace.span("compute", "update", -1 if part == "rest" else int(part.removeprefix("layer-"))):
+                self.optimizer.step()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -253,9 +255,9 @@ class Trainer:
         for name in names:
             weight = self._weight(name)
             weights[name] = weight.to("cpu", copy=True)
-            if name in self._own:
-                state, counts = state_in(self.optimizer, self._own[name])
-                found = shown_state(weight, state, counts.get(self._own[name], 0))
+            if name in self._trained:
+                state, counts = state_in(self.optimizer, self._trained[name])
+                found = shown_state(weight, state, counts.get(self._trained[name], 0))
                 states[name] = {key: value.to("cpu", copy=True) for key, value in found.items()}
         return {"model": weights, "optimizer": states}
 
@@ -265,15 +267,15 @@ class Trainer:
         optimizer."""
         self.require_one_process()
         params, rule = dict(self.model.named_parameters()), self.optimizer.param_groups[0]
-        trained = {name: self.spec.precision.kinds(param, rule) for name, param in self._own.items()}
+        trained = {name: self.spec.precision.kinds(param, rule) for name, param in self._trained.items()}
         check_saved(state, params, trained)
         self.drain()
         for name in params:
             weight = self._weight(name)
             weight.copy_(state["model"][name])
-            if name in self._own:
-                kept, counts = state_in(self.optimizer, self._own[name])
-                counts[self._own[name]] = take_state(weight, kept, state["optimizer"][name])
+            if name in self._trained:
+                kept, counts = state_in(self.optimizer, self._trained[name])
+                counts[self._trained[name]] = take_state(weight, kept, state["optimizer"][name])
         self.steps = state["step"]
 
     def require_one_process(self) -> None:

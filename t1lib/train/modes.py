@@ -8,8 +8,8 @@ fsdp        PyTorch's FSDP2 in any number of processes, with or without CPU offl
             alternative on one GPU.
 """
 
-import hashlib
 import inspect
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,7 +26,7 @@ from t1lib.heads.parallel import require_backend
 from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, PhaseTimer, wrap_layers
 from t1lib.train import stream
-from t1lib.train.batch import Piece, Ranks, join, take_gpu
+from t1lib.train.batch import Piece, Ranks, digest_of, join, take_gpu
 from t1lib.train.loop import Trainer
 from t1lib.train.resident import make_optimizer
 
@@ -57,7 +57,7 @@ class SlideTrainer(Trainer):
         if gpu_memory is not None and self.head == "fused" and "chunks" not in self.head_options:
             self.head_options = {"workspace": WORKSPACE, **self.head_options}
         _, self.optimizer = stream(
-            self.model, make_optimizer(self.spec, self._own.values(), fused=False), micro_batch=self.micro_batch,
+            self.model, make_optimizer(self.spec, self._trained.values(), fused=False), micro_batch=self.micro_batch,
             layers=self.parts.layers, device=self.device, master_weights=self.spec.master_weights,
             moments=self.spec.moments, update_in_backward=self.late, accumulate=False, gpu_memory=gpu_memory,
             plan_for=plan_for, choice=choice, overlap=overlap, head={"head": self.head, **self.head_options},
@@ -69,11 +69,12 @@ class SlideTrainer(Trainer):
             param.data = param.data.cpu()
 
     def _hidden(self, ids: Tensor) -> Tensor:
-        embed, self.engine.trace = self.parts.embed, self.trace
+        self.engine.trace = self.trace
+        embed = self.parts.embed
         embedded = embed(ids.to(embed.weight.device)).to(self.device)
         return self.parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
 
-    def _norm(self) -> Tensor:
+    def _clip(self) -> Tensor:
         if self.max_grad_norm is None:
             return self.optimizer.grad_norm()
         return self.optimizer.clip_grad_norm_(self.max_grad_norm)
@@ -108,7 +109,7 @@ class GraphTrainer(Trainer):
         super()._place()
         # By shape: the graph, the piece from which it reads, and its results.
         self._graphs: dict[torch.Size, tuple[Any, Piece, tuple[Tensor, Tensor]]] = {}
-        self._seen: dict[torch.Size, int] = {}  # eager steps by shape
+        self._seen: Counter[torch.Size] = Counter()  # eager steps by shape
         self._lr = torch.zeros((), dtype=torch.float32, device=self.device)
         self._side = torch.cuda.Stream(self.device)
 
@@ -116,8 +117,8 @@ class GraphTrainer(Trainer):
         piece, group = pieces[0], self.optimizer.param_groups[0]
         group["lr"] = self._lr.fill_(group["lr"])
         shape = piece.ids.shape
-        if (seen := self._seen.get(shape, 0)) < WARM_UP:
-            self._seen[shape] = seen + 1
+        if self._seen[shape] < WARM_UP:
+            self._seen[shape] += 1
             self._side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._side):
                 found = super()._run(pieces, timer)
@@ -176,7 +177,7 @@ class FsdpTrainer(Trainer):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self.model.forward = super()._piece_loss  # FSDP gathers embedding, norm and head when the model is called
-        self._own = {n: nn.Parameter(self._weight(n)) for n in self._own}
+        self._trained = {n: nn.Parameter(self._weight(n)) for n in self._trained}
         self.optimizer = self._resident_optimizer(on_host)
 
     def _meet(self) -> None:
@@ -197,12 +198,6 @@ class FsdpTrainer(Trainer):
     def _weight(self, name: str) -> Tensor:
         return _local(self.model.get_parameter(name).data)
 
-    def _checked(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        ids, targets = super()._checked(batch)
-        if not self.ranks.alone:  # each rank takes its own rows of the same batch
-            self.ranks.agree({"the whole batch": digest_of({"input_ids": ids, "labels": targets})})
-        return ids, targets
-
     def _piece_loss(self, piece: Piece, timer: PhaseTimer) -> Tensor:
         return self.model(piece, timer)
 
@@ -212,16 +207,15 @@ class FsdpTrainer(Trainer):
         total = super()._backward(pieces[:-1], timer)
         self.model.set_requires_gradient_sync(True)
         total += super()._backward(pieces[-1:], timer)
-        for name, shard in self._own.items():
+        for name, shard in self._trained.items():
             param = self.model.get_parameter(name)
             shard.grad, param.grad = None if param.grad is None else _local(param.grad), None
         return self.ranks.sum(total, self.device)
 
-    @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> float:
-        mine = torch.tensor(super().evaluate(batch), dtype=torch.float64)
+        loss = super().evaluate(batch)
         self.model.reshard()  # by itself, FSDP would do it only in a backward
-        return float(self.ranks.sum(mine, self.device))
+        return loss
 
     def close(self) -> None:
         self.model.__dict__.pop("forward", None)
@@ -242,12 +236,3 @@ def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> T
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def digest_of(tensors: dict[str, Tensor]) -> str:
-    """Digest of names, dtypes, shapes, whether a gradient is required, and values bit by bit."""
-    found = hashlib.sha256()
-    for name, tensor in tensors.items():
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()[:16]

@@ -14,14 +14,14 @@ from t1lib.train.update import check_state, norms_of, shown_state, take_state
 if TYPE_CHECKING:
     from t1lib.train.engine import Engine
 
-KINDS = (torch.optim.AdamW, torch.optim.SGD)
 ALLOWED = {"amsgrad": False, "capturable": False, "differentiable": False, "decoupled_weight_decay": True}
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Raise `T1Error` unless it is a `torch.optim.AdamW` or `SGD` over this model's parameters."""
-    kind = type(optimizer).__name__
-    require(type(optimizer) in KINDS, f"optimizer of class {kind}; allowed: torch.optim.AdamW, torch.optim.SGD")
+    kind = type(optimizer)
+    known = kind in (torch.optim.AdamW, torch.optim.SGD)
+    require(known, f"optimizer of class {kind.__name__}; allowed: torch.optim.AdamW, torch.optim.SGD")
     _refuse_options(optimizer.param_groups)
     own = set(map(id, model.parameters()))
     for number, group in enumerate(optimizer.param_groups):
@@ -78,6 +78,13 @@ class StreamOptimizer(ResidentOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._refuse_changes()
+        self._engine.step()
+        self._states = len(self.state) if self._engine.placed else 0
+        return loss
+
+    def _refuse_changes(self) -> None:
+        """Raise `T1Error` if the groups or the state are no longer what was streamed."""
         _refuse_options(self.param_groups)
         for group, before in zip(self.param_groups, self._with_momentum, strict=False):
             now, then = group.get("momentum"), "more than 0" if before else "0"
@@ -87,9 +94,6 @@ class StreamOptimizer(ResidentOptimizer):
         require(groups == self.groups, "parameters taken from the optimizer's groups, or moved; use requires_grad_")
         emptied = "the optimizer's state was emptied; to begin anew, give load_state_dict an empty 'state'"
         require(len(self.state) >= self._states, emptied)
-        self._engine.step()
-        self._states = len(self.state) * self._engine.placed
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._engine.schedule is not None:

@@ -10,6 +10,8 @@ in the layers' backward, when memory is tightest; the update rebuilds them from 
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
@@ -18,15 +20,25 @@ import torch
 from torch import Tensor, nn
 
 from t1lib.memory import pinned_zeros
-from t1lib.plan.cost import GATHERED, ROWS
+from t1lib.plan.cost import GATHERED, PIECE, ROWS
 from t1lib.train.lanes import Mark, uninterrupted, wait_for
 from t1lib.train.layers import Streamed, unwatched
 from t1lib.train.resident import ResidentOptimizer, version_of
-from t1lib.train.travel import PIECE, Span, Traveller, Update
+from t1lib.train.travel import Span, Traveller, Update
 from t1lib.train.update import Scratch, follow, update
 
 if TYPE_CHECKING:
     from t1lib.train.engine import Engine
+
+
+class Stage(Enum):
+    """Where the weights of `Outer` stand. A step leads through the stages in turn, and `ready` from any to the first.
+    In the others the parameters are `Streamed`: whoever looks at one comes to `ready`."""
+
+    COMPLETE = auto()  # on the device
+    RELEASED = auto()  # from the head's backward on (`backward_begins`): on the host alone, unless somebody holds them
+    PENDING = auto()  # from the optimizer's step on (`begin`): gradients are taken, and the update has yet to begin
+    UNDERWAY = auto()  # from the next forward on (`forward_done`): the update is being queued
 
 
 class OuterParam(Traveller):
@@ -34,18 +46,48 @@ class OuterParam(Traveller):
 
     def __init__(self, param: nn.Parameter, index: int, optimizer: ResidentOptimizer) -> None:
         self.param, self.group = param, optimizer.groups[id(param)]
-        kinds = optimizer.precision.kinds(param, optimizer.rules()[self.group])
+        dtypes = optimizer.precision.kinds(param, optimizer.rules()[self.group])
         on_host = partial(pinned_zeros, param.numel(), device=param.device)
-        state = {key: on_host(dtype) for key, dtype in kinds.items()}
+        state = {key: on_host(dtype) for key, dtype in dtypes.items()}
         super().__init__(index, None if "master" in state else on_host(param.dtype), state)
+        self.exact = state.get("master", self.flat)  # the weights on the host, or their whole master
         self.exact.copy_(param.data.view(-1).cpu())
-        self.grad: Tensor | None = None  # of the update that is pending
-        self.known = version_of(param)  # as it was when the host's copy and the weights were last equal
+        self.update: Update | None = None  # pending or under way
+        self.equal_at = version_of(param)  # when the weights and the host's copy were last equal
 
-    @property
-    def exact(self) -> Tensor:
-        """The weights on the host, or their whole master."""
-        return self.state["master"] if self.flat is None else self.flat
+    def accept_writes(self) -> None:
+        """Let the host's copy follow what somebody wrote to the weights on the device."""
+        if self.equal_at == version_of(self.param):
+            return
+        wait_for(self.left)
+        if not self.param.is_contiguous():  # assigned to `p.data`
+            self.param.data = self.param.data.contiguous()
+        self.equal_at = version_of(self.param)
+        now = self.param.data.view(-1).cpu()
+        self.exact.copy_(now) if self.flat is not None else follow(self.exact, now)
+
+    def release(self) -> None:
+        """Free the weights' device memory, unless a graph has saved the parameter for its backward, or somebody holds a
+        view of the memory. Otherwise the parameter has two references, Python's and its gradient accumulator's; its
+        storage two, its own and the one here."""
+        storage = self.param.untyped_storage()
+        own = storage.resizable() and storage.nbytes() == self.param.nbytes
+        if own and self.param._use_count() <= 2 and torch._C._storage_Use_Count(storage._cdata) <= 2:
+            storage.resize_(0)
+
+    def refill(self) -> None:
+        """Bring the weights back from the host."""
+        wait_for(self.left)
+        for few, values in zip(self.param.data.view(-1).split(PIECE), self.exact.split(PIECE), strict=True):
+            few.copy_(values)
+
+
+@dataclass
+class Gathered:
+    """Pinned buffers through which the host sends the state of an embedding's rows."""
+
+    rows: dict[str, Tensor]  # (`ROWS`, D), by key
+    left: Mark = None  # when the device has them
 
 
 class Outer:
@@ -54,12 +96,11 @@ class Outer:
 
     def __init__(self, engine: "Engine", params: list[nn.Parameter]) -> None:
         self._schedule, self._layers, self._optimizer = engine.schedule, len(engine.stack), engine.optimizer
-        self._counts, self._rules = self._optimizer.counts, self._optimizer.rules()
         self.held = [OuterParam(p, self._layers + k, self._optimizer) for k, p in enumerate(params)]
         own = {id(held.param): held for held in self.held}
         embeddings = (m for m in _looked_up(engine.model) if id(m.weight) in own)
-        self._pending = self._away = False  # whether an update has yet to begin; whether weights' memory is released
-        self._underway: Iterator[None] = iter(())  # queues the rest of the update, piece by piece
+        self._stage = Stage.COMPLETE
+        self._rest: Iterator[None] = iter(())  # queues the rest of the update that is under way, piece by piece
         self._pieces = sum(len(self._schedule.travel.pieces(held.param.numel())) for held in self.held)
         self._known: Mark = None  # marks when gradients are complete and rows have been read
         self._filled: Mark = None  # marks when the updated weights are on the device
@@ -67,90 +108,88 @@ class Outer:
         self._scratch = Scratch()
         self.embed = embed = next(embeddings, None)
         if embed is not None:
-            self._forward, self._own = embed.forward, own[id(embed.weight)]
-            self._whole = {key: flat.view(embed.weight.shape) for key, flat in self._own.on_host().items()}
+            self._forward, self._table = embed.forward, own[id(embed.weight)]
+            self._host = {key: flat.view(embed.weight.shape) for key, flat in self._table.on_host().items()}
             most, width = min(ROWS, len(embed.weight)), embed.weight.shape[1]
             zeros = partial(pinned_zeros, most * width, device=self._schedule.device)
-            pinned = [{k: zeros(v.dtype).view(most, width) for k, v in self._whole.items()} for _ in range(GATHERED)]
-            self._rows = cycle([[rows, None] for rows in pinned])  # buffers, with marks when their rows have left
+            rows = [{k: zeros(v.dtype).view(most, width) for k, v in self._host.items()} for _ in range(GATHERED)]
+            self._turns = cycle(map(Gathered, rows))
 
     @unwatched
     def forward_done(self, index: int) -> None:
         """Call when layer `index` is queued. If layers are updated in the backward, the link has room now: a share of
         this update is queued, so that weights come in between shares. All of it is queued before the head."""
-        last = self._layers - 1
         if self._schedule.in_backward:
             with uninterrupted():
                 self._begin_update()
                 self._schedule.travel.lanes[0].after(self._passed)
-                others = max(last, 1)
-                share = min(index + 1, others) * self._pieces // others - min(index, others) * self._pieces // others
-                for _ in islice(self._underway, share):
+                others = max(self._layers - 1, 1)
+                share = (index + 1) * self._pieces // others - index * self._pieces // others
+                for _ in islice(self._rest, share):
                     pass
             self._passed = self._schedule.compute.mark()
-        if index == last:
+        if index == self._layers - 1:
             self.ready()
 
     @unwatched
     def backward_begins(self, index: int) -> None:
         """Call before layer `index` runs backward. At the last layer, just after the head's backward, the weights'
         memory is released, unless something else still holds it."""
-        if index < self._layers - 1 or self._pending:
+        if index < self._layers - 1 or self._stage is Stage.PENDING:
             return
-        if not self._away:
-            self._take_over()
-        with uninterrupted():
-            self._away = True
-            self._hide()
+        if self._stage is Stage.UNDERWAY:  # an error ended its forward, and this backward is of an earlier one
+            self.ready()
+        if self._stage is Stage.COMPLETE:
             for held in self.held:
-                storage = held.param.untyped_storage()
-                own = storage.resizable() and storage.nbytes() == held.param.nbytes
-                if own and not _is_saved(held.param, storage):
-                    storage.resize_(0)
+                held.accept_writes()
+        with uninterrupted():
+            self._stage = Stage.RELEASED
+            for held in self.held:
+                held.param.__class__, held.param._home = Streamed, self  # whoever looks at it comes to `ready`
+                held.release()
 
     def look_up(self, input: Tensor) -> Tensor:
-        """In place of the embedding's forward."""
-        embed, weight, ids = self.embed, self.embed.weight, input
+        """In place of the embedding's forward. If an update is pending, it sees the rows as that will leave them."""
+        embed, weight = self.embed, self.embed.weight
         # A checkpoint would run this again in the backward, no longer ahead of the update, and save other indices.
-        alone = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        ahead = self._pending and self._own.grad is not None and self._own.param is weight and alone and ids.numel() > 0
-        if not ahead or embed.max_norm is not None or embed.scale_grad_by_freq or embed.sparse:
+        once = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        plain = embed.max_norm is None and not embed.scale_grad_by_freq and not embed.sparse
+        ahead = self._stage is Stage.PENDING and self._table.update is not None and self._table.param is weight
+        if not (ahead and once and plain and input.numel() > 0):
             self.ready()
-            return self._forward(ids)
-        rows, places = torch.unique(ids.cpu(), return_inverse=True)
-        there = rows.to(ids.device)
-        with torch.no_grad():
-            values = self._ahead(rows, there)
-        if torch.is_grad_enabled() and weight.requires_grad:
-            values = _Rows.apply(weight, values, there)
+            return self._forward(input)
+        rows, at = torch.unique(input.cpu(), return_inverse=True)
+        there = rows.to(input.device)
+        values = _Rows.apply(weight, self._ahead(rows, there), there)
         padding = embed.padding_idx
-        place = None if padding is None else next(iter((rows == padding).nonzero().flatten().tolist()), None)
+        found = [] if padding is None else (rows == padding).nonzero().flatten().tolist()
         try:  # the module's own forward, on these rows only
-            embed.padding_idx, embed._parameters["weight"] = place, values
-            return self._forward(places.to(ids.device))
+            embed.padding_idx, embed._parameters["weight"] = next(iter(found), None), values
+            return self._forward(at.to(input.device))
         finally:
             embed.padding_idx, embed._parameters["weight"] = padding, weight
 
     @unwatched
+    @torch.no_grad()
     def _ahead(self, rows: Tensor, there: Tensor) -> Tensor:
         """The embedding's rows as the pending update will leave them. there: `rows` on the device, to which the host
         sends their state through pinned buffers"""
         self._make_room()
-        own, compute, found = self._own, self._schedule.compute, []
-        wait_for(own.left)
+        table, compute, found = self._table, self._schedule.compute, []
+        grads, (span,) = table.update.grads.view_as(table.param), table.update.spans
+        wait_for(table.left)
         for few, which in zip(rows.split(ROWS), there.split(ROWS), strict=True):
-            turn = next(self._rows)
-            wait_for(turn[1])
-            pinned = {key: buffer[: len(few)] for key, buffer in turn[0].items()}
+            turn = next(self._turns)
+            wait_for(turn.left)
+            pinned = {key: buffer[: len(few)] for key, buffer in turn.rows.items()}
             for key, buffer in pinned.items():
-                torch.index_select(self._whole[key], 0, few, out=buffer)
+                torch.index_select(self._host[key], 0, few, out=buffer)
             sent = {key: buffer.to(there.device, non_blocking=True, copy=True) for key, buffer in pinned.items()}
-            turn[1] = compute.mark()
+            turn.left = compute.mark()
             state = {key: value.view(-1) for key, value in sent.items()}
-            grad = own.grad.index_select(0, which).reshape(-1)
+            grad = grads.index_select(0, which).reshape(-1)
             values = state.pop("weight") if "weight" in state else torch.empty_like(grad)  # rebuilt from the master
-            rule, count = self._rules[own.group], self._counts[own.param]
-            update([values], [grad], [state], rule, count, None, self._scratch)
+            update([values], [grad], [state], span.rule, span.count, None, self._scratch)
             found.append(values.view(len(few), -1))
         self._known = compute.mark()
         return torch.cat(found)
@@ -159,19 +198,22 @@ class Outer:
     def begin(self) -> None:
         """Take the gradients. The update comes later: after the next look-up (`forward_done`), or in `ready`. It comes
         at once if somebody holds a gradient, and may change it."""
-        if self._pending or not self._away:
+        if self._stage is not Stage.RELEASED:
             self.ready()
-            self._take_over()
+            for held in self.held:
+                held.accept_writes()
         at_once = any(_references(held.param) > _references(ALONE) for held in self.held)
+        rules, counts = self._optimizer.rules(), self._optimizer.counts
         for held in self.held:
-            held.grad = None if held.param.grad is None else held.param.grad.contiguous()
-            if held.grad is not None:
-                self._counts[held.param] += 1
-        self._rules, self._pending = self._optimizer.rules(), any(held.grad is not None for held in self.held)
-        self._known = self._schedule.compute.mark()
-        if self._pending:
-            self._hide()
-        if at_once or not self._pending:
+            if held.param.grad is not None:
+                counts[held.param] += 1
+                span = Span(slice(0, held.param.numel()), rules[held.group], counts[held.param])
+                held.update = Update(held.param.grad.contiguous().view(-1), [span], (), whole=True)
+        if any(held.update is not None for held in self.held):
+            self._stage, self._known = Stage.PENDING, self._schedule.compute.mark()
+            for held in self.held:
+                held.param.__class__, held.param._home = Streamed, self
+        if at_once or self._stage is not Stage.PENDING:
             self.ready()
 
     @unwatched
@@ -179,87 +221,58 @@ class Outer:
         """Make the device's further work see the updated weights."""
         with uninterrupted():
             self._begin_update()
-            for _ in self._underway:
+            for _ in self._rest:
                 pass
             self._schedule.compute.after(self._filled)
             for held in self.held:
-                held.grad = None  # freed only now: the memory is reused in compute order
-            if self._away:  # released, and no update is going to rebuild them
+                held.update = None  # freed only now: the memory is reused in compute order
+            if self._stage is Stage.RELEASED:  # no update is going to rebuild the weights
                 self._make_room()
                 for held in self.held:
-                    self._refill(held)
+                    held.refill()
+            self._stage = Stage.COMPLETE
             for held in self.held:  # last: until then whoever looks at one comes here
                 held.param.__class__ = nn.Parameter
                 held.param.__dict__.pop("_home", None)
 
     def _begin_update(self) -> None:
-        if self._pending:
+        """Begin the update if one is pending; whoever goes through `_rest` queues it."""
+        if self._stage is Stage.PENDING:
             self._make_room()
-            self._pending, self._underway = False, self._update_by_piece()
+            self._stage, self._rest = Stage.UNDERWAY, self._by_piece()
 
-    def _update_by_piece(self) -> Iterator[None]:
+    def _by_piece(self) -> Iterator[None]:
         for held in self.held:
-            if held.grad is None:
-                self._refill(held)
+            if held.update is None:
+                held.refill()
                 continue
-            span = Span(slice(0, held.param.numel()), self._rules[held.group], self._counts[held.param])
-            given = Update(held.grad.reshape(-1), [span], (self._known,), whole=True, onto=held.param.data.view(-1))
+            given = held.update._replace(known=(self._known,), onto=held.param.data.view(-1))
             for _, updated in self._schedule.travel.by_piece(held, given, together=1):
                 self._filled = updated
                 yield
 
     def _make_room(self) -> None:
-        """Allocate the weights' device memory again, with undefined content."""
-        if self._away:
-            for held in self.held:
-                storage = held.param.untyped_storage()
-                if storage.nbytes() == 0:
-                    storage.resize_(held.param.nbytes)
-                    held.known = version_of(held.param)
-            self._away, self._known = False, self._schedule.compute.mark()
-
-    @torch.no_grad()
-    def _refill(self, held: OuterParam) -> None:
-        """Bring the weights back from the host."""
-        wait_for(held.left)
-        for few, values in zip(held.param.data.view(-1).split(PIECE), held.exact.split(PIECE), strict=True):
-            few.copy_(values)
-
-    def _hide(self) -> None:
-        """Whoever looks at the weights from here on makes them complete first."""
-        for held in self.held:
-            held.param.__class__, held.param._home = Streamed, self
+        """Allocate what was released, with undefined content. The update waits for earlier work in the same memory."""
+        released = [held for held in self.held if held.param.untyped_storage().nbytes() == 0]
+        if released:
+            self._known = self._schedule.compute.mark()
+        for held in released:
+            held.param.untyped_storage().resize_(held.param.nbytes)
+            held.equal_at = version_of(held.param)
 
     visit = ready
 
     @unwatched
     def visit_gradient(self) -> None:
         """Somebody looks at a gradient, and may change it: an update that is pending has to read it first."""
-        if any(held.grad is not None for held in self.held):
+        if self._stage in (Stage.PENDING, Stage.UNDERWAY):
             self.ready()
 
     def drain(self) -> None:
         self.ready()
         for held in self.held:
             wait_for(held.left)
-        self._take_over()
-
-    @unwatched
-    @torch.no_grad()
-    def _take_over(self) -> None:
-        """Take over what was written to the weights on the device."""
-        if all(held.known == version_of(held.param) for held in self.held):
-            return
-        for held in self.held:
-            wait_for(held.left)
-            if not held.param.is_contiguous():  # assigned to `p.data`
-                held.param.data = held.param.data.contiguous()
-            held.known = version_of(held.param)
-            now = held.param.data.view(-1).cpu()
-            if held.flat is not None:
-                held.flat.copy_(now)
-            else:
-                follow(held.state["master"], now)
+            held.accept_writes()
 
 
 class _Rows(torch.autograd.Function):
@@ -286,12 +299,6 @@ def _looked_up(model: nn.Module) -> Iterator[nn.Embedding]:
     for module in model.modules():
         if isinstance(module, nn.Embedding) and (module is given or type(module).forward is nn.Embedding.forward):
             yield module
-
-
-def _is_saved(param: nn.Parameter, storage: torch.UntypedStorage) -> bool:
-    """Whether a graph has saved the parameter for its backward, or somebody holds a view of its memory. Otherwise the
-    parameter has two references, Python's and its gradient accumulator's; its storage two, its own and `storage`."""
-    return param._use_count() > 2 or torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 def _references(param: nn.Parameter) -> int:
