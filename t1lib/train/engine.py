@@ -61,21 +61,20 @@ class Engine:
         elif choice is None and plan_for is not None:
             choice = planned(self, None, *plan_for)
         try:
-            self._take_over()
+            self._install()
             if choice is not None:
                 self.place(choice)
         except BaseException:
             self.close()
             raise
 
-    def _take_over(self) -> None:
+    def _install(self) -> None:
         """Move the layers' parameters to the host, the rest to the device, and make the layers run through `run`."""
         self.forwards = [layer.forward for layer in self.stack]
         me = weakref.ref(self)  # so that a copy of the model has no copy of its engine
         for index, layer in enumerate(self.stack):
-            held = HostLayer(layer, index, self.layout, self.device, self.optimizer.groups, self.optimizer.counts)
-            self.host.append(held)
-            self.streamed.update(map(id, held.params.values()))
+            self.host.append(HostLayer(self, index))
+            self.streamed.update(map(id, self.host[-1].params.values()))
             self._replace(layer, "forward", _Instead(me, Engine.run, index))
             self._replace(layer, "_apply", partial(_apply, self.layout.dtype, True, layer))
         for param in self.model.parameters():
@@ -177,7 +176,7 @@ class Engine:
             require(not any(p.grad is not None for p in self.others()), early)
             return
         with self.lock, uninterrupted():
-            self.schedule.take_over(*self.host)  # first: it may raise
+            self.schedule.accept_writes(*self.host)  # first: it may raise
             self.optimizer.update(self.streamed | self.travelling)
             if self.outer is not None:
                 self.outer.begin()
@@ -205,7 +204,7 @@ class Engine:
     def drain(self) -> None:
         with self.lock:
             if self.schedule is not None:
-                self.schedule.take_over(*self.host)
+                self.schedule.accept_writes(*self.host)
                 self.schedule.drain()
             if self.outer is not None:
                 self.outer.drain()
@@ -217,7 +216,7 @@ class Engine:
         self.closed = True
         try:
             for held in self.host:
-                held.take_back()
+                held.accept_assigned()
             self.drain()
         finally:
             for held in self.host:

@@ -151,7 +151,7 @@ class Passes:
         require(not late, f"a backward through layer {index}, which step() has updated since that forward")
         if self._outer is not None:
             self._outer.backward_begins(index)
-        schedule.bind(index, again=True)
+        schedule.bind(index, backward=True)
         try:
             kept = saved.graphs is not None
             pieces = saved.graphs if kept else split_rows(Piece(hidden.detach(), *saved.given), saved.rows)
@@ -169,7 +169,7 @@ class Passes:
                         with saved.drawing_again(k), self.engine.trace.span("compute", "recompute", index):
                             x, out = self._with_graph(index, piece, wanted, again=True)
                 if k == 0:
-                    schedule.want_gradients(index)  # not before: it waits for a slot
+                    schedule.bind_gradients(index)  # not before: it waits for a slot
                 with self.engine.trace.span("compute", "backward", index):
                     if out.requires_grad:  # not if the layer was skipped, and its input needs no gradient
                         torch.autograd.backward(out, part)
@@ -179,8 +179,8 @@ class Passes:
             with uninterrupted():
                 schedule.backward_done(index)
         except BaseException:
-            schedule.release(index, again=True, follows=False)
-            schedule.abort()
+            schedule.release(index, backward=True, follows=False)
+            schedule.backward_failed()
             raise
         if not wanted:
             return None
@@ -195,9 +195,9 @@ class Passes:
             return x.grad
 
         if first:
-            self._schedule.want_gradients(index)
+            self._schedule.bind_gradients(index)
         held = self._schedule.layers[index]
-        key = held.slot, held.grad_slot, self.stack[index].training, wanted
+        key = held.slot, held.grads.slot, self.stack[index].training, wanted
         with self.engine.trace.span("compute", "backward", index):
             return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
 
