@@ -344,5 +344,5 @@ class Schedule:
 
     def device_tensors(self) -> list[Tensor]:
         waiting = [piece for layer in self._order for piece in layer.grads.pieces or ()]
-        pieces = [buffer for slot in self.travel.slots for buffer in slot.values()]
+        pieces = [buffer for room in self.travel.rooms for buffer in room.buffers.values()]
         return [*(slot.flat for slot in (*self.weights, *self.grads)), *waiting, *pieces]
