@@ -32,12 +32,16 @@ class Streamed(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func not in SHAPES:
             for param in (value for value in tree_leaves((args, kwargs)) if isinstance(value, Streamed)):
-                home, grad = param.__dict__.get("_home"), func in (GET_GRADIENT, SET_GRADIENT, DELETE_GRADIENT)
-                if grad and isinstance(home, HostLayer):
+                home = param.__dict__.get("_home")
+                if home is None:
+                    continue
+                if func not in (GET_GRADIENT, SET_GRADIENT, DELETE_GRADIENT):
+                    home.visit()
+                elif isinstance(home, HostLayer):
                     given = None if func == DELETE_GRADIENT else args[-1]
                     return home.gradient(param) if func == GET_GRADIENT else home.set_gradient(param, given)
-                if home is not None and (func == GET_GRADIENT or not grad):
-                    home.visit_gradient() if grad else home.visit()
+                elif func == GET_GRADIENT:
+                    home.visit_gradient()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -67,14 +71,14 @@ class Layout:
     def __init__(self, params: dict[str, Tensor]) -> None:
         self.shapes = {n: p.shape for n, p in params.items()}
         self.dtype = next((p.dtype for p in params.values()), torch.float32)
-        self.spans, self.numel = {}, 0
+        self.slices, self.numel = {}, 0
         for name, shape in self.shapes.items():
-            self.spans[name] = slice(self.numel, self.numel + shape.numel())
+            self.slices[name] = slice(self.numel, self.numel + shape.numel())
             self.numel += -(-shape.numel() // ALIGN) * ALIGN
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters as views into a flat buffer of `numel` elements."""
-        return {name: flat[span].view(self.shapes[name]) for name, span in self.spans.items()}
+        return {name: flat[at].view(self.shapes[name]) for name, at in self.slices.items()}
 
     def weights(self, flat: Tensor) -> dict[str, Tensor]:
         """As `views`, but each with a storage of its own, in the same memory. accelerate's `save_state` treats tensors
@@ -129,13 +133,13 @@ class Gradients:
     them. Parameters named in `absent` have none, whatever lies in these buffers; `forget` makes that all of them.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.layout, self._device = layout, device
+    def __init__(self, layer: "HostLayer") -> None:
+        self._layer, self._layout = layer, layer.layout
         self.slot: Slot | None = None  # set by the schedule if the layer is trained
         self.flat: Tensor | None = None  # made when it is first needed
         self.pieces: list[Tensor] | None = None
         self.seen: dict[str, Tensor] | None = None  # on the host, by name; none of those in `absent`
-        self.absent = set(layout.shapes)  # parameters whose gradient is None
+        self.absent = set(self._layout.shapes)  # parameters whose gradient is None
         self.scale: Tensor | None = None  # clipping's factor, by which gradients have yet to be multiplied
         self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
         self.arrived: Mark = None  # when `flat` or `pieces` are complete and, if an update reads them, have been read
@@ -144,22 +148,25 @@ class Gradients:
 
     @property
     def any(self) -> bool:
-        return len(self.absent) < len(self.layout.shapes)
+        return len(self.absent) < len(self._layout.shapes)
 
     def forget(self) -> None:
         """Make all gradients None. An update that is under way goes on."""
-        self.absent, self.seen, self.scale, self.norms = set(self.layout.shapes), None, None, None
+        self.absent, self.seen, self.scale, self.norms = set(self._layout.shapes), None, None, None
 
     def buffer(self) -> Tensor:
         """`flat`, made if it is not there yet."""
         if self.flat is None:
             with torch.inference_mode(False):  # an evaluation may come between backward and step
-                self.flat = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
+                self.flat = pinned_zeros(self._layout.numel, self._layout.dtype, self._layer.device)
         return self.flat
 
     def complete(self) -> dict[str, Tensor]:
-        """Bring the gradients to the host, multiply them by `scale`, and return those that are not None, by name. As
-        the caller may change them, their norms are no longer known."""
+        """Bring the gradients to the host, multiply them by `scale`, and return those that are not None, by name. A
+        pending update reads them first. As the caller may change them, their norms are no longer known."""
+        if not self.any:
+            return {}
+        self._layer.finish_update(self._layer)
         wait_for(self.arrived)
         if self.pieces is not None:
             homes = self.buffer().split([len(piece) for piece in self.pieces])
@@ -168,7 +175,7 @@ class Gradients:
             self.pieces = None
         found = self.seen
         if found is None:
-            found = {name: view for name, view in self.layout.views(self.flat).items() if name not in self.absent}
+            found = {name: view for name, view in self._layout.views(self.flat).items() if name not in self.absent}
         if self.scale is not None:
             torch._foreach_mul_(list(found.values()), self.scale.to("cpu"))
         self.arrived = self.scale = self.norms = None
@@ -178,19 +185,36 @@ class Gradients:
         """`flat`, with the copies that somebody may have changed (`seen`) written back to it."""
         if self.seen is not None:
             wait_for(self.arrived)  # an update may still be reading what is there
-            views = self.layout.views(self.buffer())
+            views = self._layout.views(self.buffer())
             for name, grad in self.seen.items():
                 views[name].copy_(grad)
         return self.flat
 
     def update_seen(self, sums: dict[str, Tensor]) -> None:
         """Copy sums over several backwards from the device into `seen`, where somebody may hold the earlier sums."""
-        for name in self.layout.shapes.keys() - self.absent:
+        for name in self._layout.shapes.keys() - self.absent:
             if name in self.seen:
                 self.seen[name].copy_(sums[name])
             else:
                 self.seen[name] = sums[name].to("cpu", copy=True)
         self.norms = None
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply the gradients: when somebody looks or the update reads them; at once if somebody may hold some."""
+        if self.any:
+            self.scale = factor if self.scale is None else self.scale * factor
+            self.norms = None
+            if self.seen is not None:
+                self.complete()
+
+    def norms_by_name(self) -> dict[str, Tensor]:
+        """Euclidean norms of the gradients that are not None. With `update_in_backward` those of the last backward,
+        whose gradients are gone."""
+        if self.any and (self.norms is None or self.seen is not None):  # whoever has seen some may have changed them
+            found = self.complete()
+            norms = norms_of(list(found.values()), exact=self._layer.device.type == "cpu")
+            self.norms = dict(zip(found, norms, strict=True))
+        return self.norms or {}
 
 
 class HostLayer(Traveller):
@@ -199,12 +223,12 @@ class HostLayer(Traveller):
     def __init__(self, engine: "Engine", index: int) -> None:
         layout, device, groups = engine.layout, engine.device, engine.optimizer.groups
         super().__init__(index, pinned_zeros(layout.numel, layout.dtype, device))
-        self.layout, self.counts, self._device = layout, engine.optimizer.counts, device
+        self.layout, self.counts, self.device = layout, engine.optimizer.counts, device
         own = dict(engine.stack[index].named_parameters())
         self.params = {n: own[n] for n in layout.shapes}
         self.groups = {n: groups[id(p)] for n, p in self.params.items() if id(p) in groups}
         self.trained = any(p.requires_grad for p in self.params.values())  # all of them, or none
-        self.grads = Gradients(layout, device)
+        self.grads = Gradients(self)
         self.views = layout.weights(self.flat)
         self.touched = False  # somebody may have written to the host's weights
         self.written = False  # somebody did, as far as is known, and the master has yet to follow
@@ -239,10 +263,10 @@ class HostLayer(Traveller):
         for name, group in self.groups.items():
             if name in self.grads.absent:
                 continue
-            param, rule, at = self.params[name], rules[group], self.layout.spans[name]
+            param, rule, at = self.params[name], rules[group], self.layout.slices[name]
             self.counts[param] = count = self.counts[param] + 1
             near = found and found[-1][1:] == (rule, count) and at.start - found[-1].at.stop < ALIGN
-            if near and self._device.type == "cuda":
+            if near and self.device.type == "cuda":
                 at = slice(found.pop().at.start, at.stop)
             found.append(Span(at, rule, count))
         return found
@@ -255,20 +279,13 @@ class HostLayer(Traveller):
         wait_for(self.left)
         self.touched = True
 
-    def complete_gradients(self) -> dict[str, Tensor]:
-        """As `Gradients.complete`, after the update that is pending, if any, has read them."""
-        if not self.grads.any:
-            return {}
-        self.finish_update(self)
-        return self.grads.complete()
-
     def gradient(self, param: nn.Parameter) -> Tensor | None:
         """`p.grad`: complete, on the host."""
         gone = f"p.grad of {param._name!r}: with update_in_backward=True no gradients are kept"
         require(self.keeps_gradients, gone)
         if param._name in self.grads.absent:
             return None
-        found = self.complete_gradients()
+        found = self.grads.complete()
         if self.grads.seen is None:
             with torch.inference_mode(False):
                 self.grads.seen = {name: grad.clone() for name, grad in found.items()}
@@ -302,25 +319,6 @@ class HostLayer(Traveller):
         found = f"p.grad of {name!r} of layer {self.index}, a streamed parameter, was set"
         require(own, f"{found}; allowed: None, or writing to what it is, as by p.grad.copy_(…)")
 
-    def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the gradients: when somebody looks or the update reads them; at once if somebody may hold some."""
-        grads = self.grads
-        if grads.any:
-            grads.scale = factor if grads.scale is None else grads.scale * factor
-            grads.norms = None
-            if grads.seen is not None:
-                self.complete_gradients()
-
-    def gradient_norms(self) -> dict[int, Tensor]:
-        """Euclidean norms of the gradients that are not None, by the parameter's id. With `update_in_backward` those of
-        the last backward, whose gradients are gone."""
-        grads = self.grads
-        if grads.any and (grads.norms is None or grads.seen is not None):  # whoever has seen some may have changed them
-            found = self.complete_gradients()
-            norms = norms_of(list(found.values()), exact=self._device.type == "cpu")
-            grads.norms = dict(zip(found, norms, strict=True))
-        return {id(self.params[name]): norm for name, norm in (grads.norms or {}).items()}
-
     def refuse_hooks(self) -> None:
         """Raise `T1Error` for hooks on parameters: they would see parts of gradients, or weights that are elsewhere."""
         for name, param in self.params.items():
@@ -342,7 +340,7 @@ class HostLayer(Traveller):
 
     def give_back(self, device: torch.device | None = None) -> None:
         """Make the parameters ordinary ones, gradients included. Updates must be finished."""
-        grads = self.complete_gradients() if self.keeps_gradients else {}
+        grads = self.grads.complete() if self.keeps_gradients else {}
         for hook in self._hooks:
             hook.remove()
         for name, param in self.params.items():
@@ -351,13 +349,18 @@ class HostLayer(Traveller):
             param.data = param.data.to(device, copy=True)
             param.grad = grads[name].to(device, copy=True) if name in grads else None
 
-    @unwatched
     def accept_writes(self) -> None:
-        """Let what was written to the host's weights count. Raises `T1Error` if `p.data` was assigned."""
-        for name, param in self.params.items():
-            found = f"p.data of {name!r} of layer {self.index}, a streamed parameter, was assigned"
-            allowed = "writing to it within torch.no_grad(), as by p.copy_(…); close() gives back what was assigned"
-            require(self.views[name].is_set_to(param.data), f"{found}; allowed: {allowed}")
+        """Let what may have been written to the host's weights count: a copy in the slot is stale. Raises `T1Error` if
+        `p.data` was assigned."""
+        if not self.touched:
+            return
+        if self.slot is not None and self.slot.holds is self:
+            self.slot.holds = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, param in self.params.items():
+                found = f"p.data of {name!r} of layer {self.index}, a streamed parameter, was assigned"
+                allowed = "writing to it within torch.no_grad(), as by p.copy_(…); close() gives back what was assigned"
+                require(self.views[name].is_set_to(param.data), f"{found}; allowed: {allowed}")
         self.touched, self.written = False, True
 
     @unwatched

@@ -98,7 +98,7 @@ class StreamOptimizer(ResidentOptimizer):
             if set_to_none:
                 layer.grads.forget()
             else:
-                for grad in layer.complete_gradients().values():
+                for grad in layer.grads.complete().values():
                     zero(grad)
         clear_gradients(self._engine.others(), set_to_none)
 
@@ -112,7 +112,7 @@ class StreamOptimizer(ResidentOptimizer):
         total = self.grad_norm()
         coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for layer in self._engine.host:
-            layer.scale_gradients(coefficient)
+            layer.grads.multiply(coefficient)
         grads = [p.grad for p in self._engine.unstreamed() if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, coefficient)
@@ -124,7 +124,7 @@ class StreamOptimizer(ResidentOptimizer):
         engine, exact = self._engine, self._engine.device.type == "cpu"
         norms: dict[int, Tensor] = {}
         for layer in engine.host:
-            norms |= layer.gradient_norms()
+            norms |= {id(layer.params[name]): norm for name, norm in layer.grads.norms_by_name().items()}
         others = [p for p in engine.unstreamed() if p.grad is not None]
         for dtype in {p.grad.dtype for p in others}:
             alike = [p for p in others if p.grad.dtype == dtype]

@@ -109,7 +109,7 @@ class Schedule:
         layer = self.layers.get(index)
         if layer is None:
             return
-        self.accept_writes(layer)
+        layer.accept_writes()
         if not layer.in_slot:
             self.fetch(layer, backward)
         self.thread.wait(layer.index)
@@ -117,19 +117,11 @@ class Schedule:
         if layer.grads.pieces is not None and not backward:
             # The forward's inputs need these gradients' memory. Those still wanted, and later ones, go to the host.
             if layer.grads.any:
-                layer.complete_gradients()
+                layer.grads.complete()
                 self._keep_on_device = False
             self.compute.after(layer.grads.arrived)  # an update may still be reading them
             layer.grads.pieces = None
         layer.bind(layer.slot.views)
-
-    def accept_writes(self, *layers: HostLayer) -> None:
-        """Let what may have been written to the host's weights of these layers count; a slot's copy is then stale."""
-        for layer in layers:
-            if layer.touched:
-                if layer.slot.holds is layer:
-                    layer.slot.holds = None
-                layer.accept_writes()
 
     def release(self, index: int, backward: bool = False, around: bool = False, follows: bool = True) -> None:
         """Point the parameters back at the host; if a layer `follows` in the slot, it comes in: see `fetch_next`."""
@@ -143,12 +135,13 @@ class Schedule:
     def fetch_next(self, layer: HostLayer, backward: bool, around: bool = False) -> None:
         """Fetch the layer that has this one's slot next, once the device has left it: in the forward or the backward.
         around: the first layers run after the last ones"""
-        turn, count = self._order.index(layer) + (-1 if backward else 1) * len(self.weights), len(self._order)
+        ahead, count = len(self.weights), len(self._order)
+        turn = self._order.index(layer) + (-ahead if backward else ahead)
         turn = turn % count if around else turn
         if 0 <= turn < count and not self._order[turn].in_slot:
             self.fetch(self._order[turn], backward)
 
-    # -- gradients: each backward sums them in a slot, from where they go one of four ways -----------------------------
+    # -- gradients: each backward sums them in a slot; then they wait for an update, or are used by one at once --------
 
     def bind_gradients(self, index: int) -> None:
         """Give the layer's parameters a slot for their gradients: zeroed, or with what has been summed so far."""
@@ -165,7 +158,7 @@ class Schedule:
         if grads.any:
             beside = "a backward while gradients are there, with accumulate=False: call zero_grad(), or leave that out"
             require(self.engine.accumulate or before == grads.backward, beside)
-            layer.complete_gradients()
+            grads.complete()
             slot.flat.copy_(grads.gather(), non_blocking=True)
             for name in grads.absent:
                 slot.views[name].zero_()
@@ -188,7 +181,8 @@ class Schedule:
             self._keep_gradients(layer)
             return
         if not layer.travels:
-            self._hand_to_cpu(layer)
+            self._keep_gradients(layer)
+            self._prepare_update(layer, self._rules())
         elif self.stateless:
             self._update_in_slot(layer)
         else:
@@ -196,9 +190,10 @@ class Schedule:
         grads.absent = set(layer.params)
 
     def _keep_gradients(self, layer: HostLayer) -> None:
-        """Let the gradients wait for `step`: on the host, or on the device in memory that layers' inputs have left."""
+        """Let gradients wait for an update: on the host or, in memory that layers' inputs have left, on the device."""
         grads, slot = layer.grads, layer.grads.slot
-        self._leave_slot(layer)
+        slot.filled = self.compute.mark()
+        self.release(layer.index, backward=True)
         if grads.seen is not None:
             grads.update_seen(slot.views)  # the host waits for it
             slot.freed = slot.filled
@@ -208,36 +203,27 @@ class Schedule:
         else:
             grads.arrived, grads.scale, grads.pieces = self._send(layer, grads.buffer(), "gradients"), None, None
 
-    def _hand_to_cpu(self, layer: HostLayer) -> None:
-        """Send the gradients to the CPU, which then updates the layer."""
-        self._leave_slot(layer)
-        layer.grads.arrived, layer.grads.scale = self._send(layer, layer.grads.buffer(), "gradients"), None
-        self._plan_update(layer, self._rules())
-
     def _update_in_slot(self, layer: HostLayer) -> None:
         """Update the weights in their slot, by a rule without state; copied over the gradients, they leave."""
-        weights, grads = layer.slot.flat, layer.grads.slot.flat
+        weights, slot = layer.slot.flat, layer.grads.slot
         with self.engine.trace.span("compute", "update", layer.index):
             for at, rule, count in layer.count_update(self._rules()):
-                update([weights[at]], [grads[at]], [{}], rule, count)
-            grads.copy_(weights)
-        self._leave_slot(layer)
+                update([weights[at]], [slot.flat[at]], [{}], rule, count)
+            slot.flat.copy_(weights)
+        slot.filled = self.compute.mark()
+        self.release(layer.index, backward=True)
         layer.left = self._send(layer, layer.flat, "weights")
 
     def _update_at_once(self, layer: HostLayer) -> None:
         """Queue the update on the device, with state that comes in; the next layer waits for the slot if it is read."""
         slot = layer.grads.slot
-        self._leave_slot(layer, follows=not self._read_slots)
+        slot.filled = self.compute.mark()
+        self.release(layer.index, backward=True, follows=not self._read_slots)
         spans = layer.count_update(self._rules())
         layer.update = Update(slot.flat, spans, (slot.filled,), not layer.grads.absent)
         slot.freed = self._update_on_device(layer)
         if self._read_slots:
             self.fetch_next(layer, backward=True)
-
-    def _leave_slot(self, layer: HostLayer, follows: bool = True) -> None:
-        """What is in the layer's gradient slot is complete, and its weights are no longer needed."""
-        layer.grads.slot.filled = self.compute.mark()
-        self.release(layer.index, backward=True, follows=follows)
 
     def _send(self, layer: HostLayer, to: Tensor, what: str) -> Mark:
         """Queue the copy of the layer's gradient slot to the host; returns the mark when it has arrived."""
@@ -260,7 +246,7 @@ class Schedule:
                 layer.grads.backward = None
         self._failed = False
 
-    # -- updates: planned for all layers at once, then run by the CPU, or by the device when a layer is fetched --------
+    # -- updates: prepared for all layers at once, then run by the CPU, or by the device when a layer is fetched -------
 
     def step(self) -> None:
         """Begin the updates of all layers that have gradients, and fetch the first layers: the next forward's."""
@@ -268,32 +254,33 @@ class Schedule:
         for layer in self._order:
             layer.grads.backward = None
             if layer.grads.any:
-                self._plan_update(layer, rules)
+                self._prepare_update(layer, rules)
         for layer in self._order[: len(self.weights)]:
             if not layer.in_slot:
                 self.fetch(layer)
 
-    def _plan_update(self, layer: HostLayer, rules: list[Rule]) -> None:
+    def _prepare_update(self, layer: HostLayer, rules: list[Rule]) -> None:
         """Let the layer be updated: by the CPU when its gradients have arrived, or on the device when it is fetched."""
         self.finish_update(layer)
         layer.update_master()
-        grads, scale, mark = layer.grads, layer.grads.scale, None
-        given = grads.pieces or grads.gather()
+        grads = layer.grads
+        given, scale, mark = grads.pieces or grads.gather(), grads.scale, None
         if layer.travels:
             mark = self.compute.mark()
         elif scale is not None and scale.is_cuda:
             scale, mark = self._on_host(scale)
-        plan = Update(given, layer.count_update(rules), (grads.arrived, mark), not grads.absent, scale)
-        layer.version += bool(plan.spans)
+        pending = Update(given, layer.count_update(rules), (grads.arrived, mark), not grads.absent, scale)
+        layer.version += bool(pending.spans)
         copied = layer.travels and grads.pieces is None
         if not copied and not layer.state.keys() & {"master", "low"}:
             grads.scale = None  # this update multiplies the gradients themselves
         if layer.travels:
-            layer.update = plan
+            layer.update = pending
             return
         if layer.slot.holds is layer:
             layer.slot.holds = None  # stale from here on
-        self.thread.submit(layer.index, partial(self._update_on_host, layer, plan, self.engine.trace), *plan.known)
+        job = partial(self._update_on_host, layer, pending, self.engine.trace)
+        self.thread.submit(layer.index, job, *pending.known)
         if not self.engine.overlap:
             self.thread.wait(layer.index)
 
@@ -306,23 +293,23 @@ class Schedule:
                 self._sent = scale, lane.uses(scale).to("cpu", non_blocking=True), lane.mark()
         return self._sent[1:]
 
-    def _update_on_host(self, layer: HostLayer, plan: Update, trace: NoTrace) -> None:
+    def _update_on_host(self, layer: HostLayer, pending: Update, trace: NoTrace) -> None:
         """On the update thread, once the gradients have arrived."""
         with trace.span("update", "update", layer.index, host=True):
-            for at, rule, count in plan.spans:
+            for at, rule, count in pending.spans:
                 state = {key: flat[at] for key, flat in layer.state.items()}
-                update([layer.flat[at]], [plan.grads[at]], [state], rule, count, plan.scale, self._scratch)
+                update([layer.flat[at]], [pending.grads[at]], [state], rule, count, pending.scale, self._scratch)
 
     def _update_on_device(self, layer: HostLayer) -> Mark:
         """Queue the pending update on the device, onto the layer's slot if it holds this layer; returns the mark at
         which its gradients have been read. This takes the host a millisecond: not for all layers at once."""
-        plan, slot = layer.update, layer.slot
+        pending, slot = layer.update, layer.slot
         with uninterrupted():
             if slot.holds is layer:
                 self.thread.wait(layer.index)
-                known = (*plan.known, slot.freed, slot.filled)
-                plan = plan._replace(known=known, onto=slot.flat, there=self._read_slots)
-            *_, (layer.grads.arrived, updated) = self.travel.by_piece(layer, plan)
+                known = (*pending.known, slot.freed, slot.filled)
+                pending = pending._replace(known=known, onto=slot.flat, there=self._read_slots)
+            *_, (layer.grads.arrived, updated) = self.travel.by_piece(layer, pending)
             layer.update = None
             if slot.holds is layer:
                 slot.filled = slot.freed = updated
@@ -337,6 +324,7 @@ class Schedule:
     def drain(self) -> None:
         """Wait for all updates, and for weights on their way to the host."""
         for layer in self._order:
+            layer.accept_writes()
             self.finish_update(layer)
         for layer in self._order:
             wait_for(layer.left)
