@@ -216,7 +216,7 @@ class Engine:
         self.closed = True
         try:
             for held in self.host:
-                held.accept_assigned()
+                held.accept_writes(assigned=True)
             self.drain()
         finally:
             for held in self.host:

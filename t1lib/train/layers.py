@@ -349,28 +349,22 @@ class HostLayer(Traveller):
             param.data = param.data.to(device, copy=True)
             param.grad = grads[name].to(device, copy=True) if name in grads else None
 
-    def accept_writes(self) -> None:
-        """Let what may have been written to the host's weights count: a copy in the slot is stale. Raises `T1Error` if
-        `p.data` was assigned."""
+    def accept_writes(self, assigned: bool = False) -> None:
+        """Let what may have been written to the host's weights count: a copy in the slot is stale. Where `p.data` was
+        assigned, take the values over if `assigned`, as before the layer becomes an ordinary one; else raise `T1Error`.
+        """
         if not self.touched:
             return
         if self.slot is not None and self.slot.holds is self:
             self.slot.holds = None
         with torch._C.DisableTorchFunctionSubclass():
             for name, param in self.params.items():
+                if assigned and param.data.shape == self.views[name].shape:
+                    self.views[name].copy_(param.data)
                 found = f"p.data of {name!r} of layer {self.index}, a streamed parameter, was assigned"
                 allowed = "writing to it within torch.no_grad(), as by p.copy_(…); close() gives back what was assigned"
-                require(self.views[name].is_set_to(param.data), f"{found}; allowed: {allowed}")
+                require(assigned or self.views[name].is_set_to(param.data), f"{found}; allowed: {allowed}")
         self.touched, self.written = False, True
-
-    @unwatched
-    def accept_assigned(self) -> None:
-        """As `accept_writes`, before the layer becomes an ordinary one: what was assigned to `p.data` counts."""
-        if self.touched:
-            for name, param in self.params.items():
-                if param.data.shape == self.views[name].shape:
-                    self.views[name].copy_(param.data)
-            self.touched, self.written = False, True
 
     def update_master(self) -> None:
         """Let the master follow weights that somebody wrote. (Not at each write: they may be an average that is swapped
