@@ -137,7 +137,7 @@ class Schedule:
         around: the first layers run after the last ones"""
         ahead, count = len(self.weights), len(self._order)
         turn = self._order.index(layer) + (-ahead if backward else ahead)
-        turn = turn % count if around else turn
+        turn = turn % ahead if around and turn >= count else turn
         if 0 <= turn < count and not self._order[turn].in_slot:
             self.fetch(self._order[turn], backward)
 

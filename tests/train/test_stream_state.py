@@ -261,6 +261,16 @@ def test_an_interrupt_before_an_update_leaves_no_stale_weights(monkeypatch):
         assert torch.equal(streamed.blocks[2](hidden), plain.blocks[2](hidden))
 
 
+def test_an_evaluation_sends_no_layer_twice(monkeypatch):
+    """Three layers in two slots: the second stays; the first and the third take turns in the other slot."""
+    copied, copy_in = [], Schedule._copy_in
+    with streaming(blocks(layers=3)) as (streamed, _), torch.no_grad():
+        model_loss(streamed, BATCHES[0])
+        monkeypatch.setattr(Schedule, "_copy_in", lambda *given: copied.append(given[1].index) or copy_in(*given))
+        model_loss(streamed, BATCHES[0])
+    assert copied == [2, 0]
+
+
 @contextmanager
 def interrupted(at: int) -> Iterator[list[int]]:
     """Ctrl-C as call number `at` in `t1lib.train` begins, where Python looks for signals; gives the number of calls."""
