@@ -105,8 +105,9 @@ def stream(
         check_choice(choice, len(stack))
         require(budget is None, "gpu_memory and choice: give one of them")
     engine = Engine(
-        model, optimizer, stack, usable(device), Precision(master_weights, moments), micro_batch, update_in_backward,
-        accumulate, overlap, budget, plan_for, choice, head,
+        model, optimizer, stack, device=usable(device), precision=Precision(master_weights, moments),
+        micro_batch=micro_batch, in_backward=update_in_backward, accumulate=accumulate, overlap=overlap, budget=budget,
+        plan_for=plan_for, choice=choice, head=head,
     )  # fmt: skip
     return model, engine.optimizer
 

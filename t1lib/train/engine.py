@@ -32,7 +32,7 @@ class Engine:
     gpu_memory"""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, stack: Sequence[nn.Module], device: torch.device,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, stack: Sequence[nn.Module], *, device: torch.device,
         precision: Precision, micro_batch: int | None, in_backward: bool, accumulate: bool, overlap: bool,
         budget: int | None, plan_for: tuple[int, int] | None, choice: Choice | None, head: dict[str, Any] | None,
     ) -> None:  # fmt: skip
@@ -45,9 +45,9 @@ class Engine:
         groups = self.optimizer.groups
         streamed = streamed_names(self.stack, groups)
         refuse_shared(model, self.stack, streamed)
-        first = dict(self.stack[0].named_parameters())
-        order = sorted(streamed, key=lambda n: groups.get(id(first[n]), 0))  # a group's parameters side by side
-        self.layout = Layout({n: first[n] for n in order})
+        params = dict(self.stack[0].named_parameters())  # as in all layers
+        order = sorted(streamed, key=lambda n: groups.get(id(params[n]), 0))  # a group's parameters side by side
+        self.layout = Layout({n: params[n] for n in order})
         require_host_memory(self, choice)
         self.host: list[HostLayer] = []
         self.streamed: set[int] = set()  # ids of the parameters on the host
@@ -61,21 +61,20 @@ class Engine:
         elif choice is None and plan_for is not None:
             choice = planned(self, None, *plan_for)
         try:
-            self._take_over()
+            self._install()
             if choice is not None:
                 self.place(choice)
         except BaseException:
             self.close()
             raise
 
-    def _take_over(self) -> None:
+    def _install(self) -> None:
         """Move the layers' parameters to the host, the rest to the device, and make the layers run through `run`."""
         self.forwards = [layer.forward for layer in self.stack]
         me = weakref.ref(self)  # so that a copy of the model has no copy of its engine
         for index, layer in enumerate(self.stack):
-            held = HostLayer(layer, index, self.layout, self.device, self.optimizer.groups, self.optimizer.counts)
-            self.host.append(held)
-            self.streamed.update(map(id, held.params.values()))
+            self.host.append(HostLayer(self, index))
+            self.streamed.update(map(id, self.host[-1].params.values()))
             self._replace(layer, "forward", _Instead(me, Engine.run, index))
             self._replace(layer, "_apply", partial(_apply, self.layout.dtype, True, layer))
         for param in self.model.parameters():
@@ -99,13 +98,13 @@ class Engine:
 
     def place(self, choice: Choice) -> None:
         """Make the buffers, and keep on the device what `choice` keeps there."""
-        self._let_go()  # of the buffers that an evaluation made, if one came first
+        self._drop_runners()  # of the buffers that an evaluation made, if one came first
         stay = which_stay([held.trained for held in self.host], choice.resident)
         for held in compress(self.host, stay):
             held.give_back(self.device)
             self.streamed.difference_update(map(id, held.params.values()))
         self.host = list(compress(self.host, ~stay))
-        self._run_with(choice, trains=True)
+        self._make_runners(choice, trains=True)
         before, counts = self.optimizer.state, self.optimizer.counts
         state = self.optimizer.state = defaultdict(dict)
         for held in self.host:
@@ -129,20 +128,20 @@ class Engine:
         found = [p for p in found if p.requires_grad and p.dim() > 1 and p.is_contiguous()]
         return [p for p in found if p.dtype == self.layout.dtype]
 
-    def _run_with(self, choice: Choice, trains: bool) -> None:
+    def _make_runners(self, choice: Choice, trains: bool) -> None:
         self.choice, outer = choice, self._travelling() if choice.outer == "host" else []
         self.schedule = Schedule(self, outer, trains)
-        self._ending = weakref.finalize(self, self.schedule.thread.close)
+        self._end_thread = weakref.finalize(self, self.schedule.thread.close)
         if outer:
             self.outer = Outer(self, outer)
             if self.outer.embed is not None:
                 self._replace(self.outer.embed, "forward", _Instead(weakref.ref(self), Engine.look_up))
         self.passes = Passes(self)
 
-    def _let_go(self) -> None:
+    def _drop_runners(self) -> None:
         """Free what runs the layers, once nothing that is queued uses it."""
         if self.schedule is not None:
-            self._ending()
+            self._end_thread()
         self.schedule = self.outer = self.passes = None  # an earlier loss may still hold them
 
     @torch.compiler.disable
@@ -159,7 +158,7 @@ class Engine:
                     piece = Piece(hidden, *without_caches(args, kwargs))  # a layer is run on it to see what it saves
                     self.place(planned(self, piece, *hidden.shape[:2]))
                 elif self.schedule is None:
-                    self._run_with(Choice(), trains=False)
+                    self._make_runners(Choice(), trains=False)
         return self.passes.run(index, hidden, args, kwargs)
 
     @torch.compiler.disable
@@ -177,7 +176,8 @@ class Engine:
             require(not any(p.grad is not None for p in self.others()), early)
             return
         with self.lock, uninterrupted():
-            self.schedule.take_over(*self.host)  # first: it may raise
+            for held in self.host:  # first: it may raise
+                held.accept_writes()
             self.optimizer.update(self.streamed | self.travelling)
             if self.outer is not None:
                 self.outer.begin()
@@ -205,7 +205,6 @@ class Engine:
     def drain(self) -> None:
         with self.lock:
             if self.schedule is not None:
-                self.schedule.take_over(*self.host)
                 self.schedule.drain()
             if self.outer is not None:
                 self.outer.drain()
@@ -217,14 +216,14 @@ class Engine:
         self.closed = True
         try:
             for held in self.host:
-                held.take_back()
+                held.accept_writes(assigned=True)
             self.drain()
         finally:
             for held in self.host:
                 held.give_back()
             self.host, self.streamed = [], set()
             self._undo.close()
-            self._let_go()
+            self._drop_runners()
 
 
 class _Instead:

@@ -48,9 +48,9 @@ class LayerGraphs:
         """Call after a layer's backward. A replay does not tell which parameters received a gradient. So graphs run
         only as long as every eager backward gives one to all trained parameters."""
         trained = {name for name, param in layer.params.items() if param.requires_grad}
-        if replayed and not layer.reached:
-            layer.reached = trained
-        elif layer.reached != trained:
+        if replayed and not layer.grads.reached:
+            layer.grads.reached = trained
+        elif layer.grads.reached != trained:
             self.stop()
 
     def run(self, index: int, where: Any, function: Callable[..., Tensor | None], *inputs: Any) -> Tensor | None:

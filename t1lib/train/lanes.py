@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +64,12 @@ def wait_for(mark: Mark) -> None:
         mark.synchronize()
 
 
+class Job(NamedTuple):
+    call: Callable[[], None]
+    marks: tuple[Mark, ...]  # it begins once the device has reached them
+    done: Future
+
+
 class UpdateThread:
     """Runs jobs on a thread of its own. Of those whose marks the device has reached, the lowest number goes first: the
     next forward needs layer 0 first, although its gradients come last. After an error no job runs, and `wait` and
@@ -71,8 +78,8 @@ class UpdateThread:
     def __init__(self, device: torch.device) -> None:
         # The thread starts with the first job, refers to no engine between jobs, and ends before the interpreter does.
         self._pool = ThreadPoolExecutor(1, "t1-update", partial(_prepare, device))
-        self._waiting: dict[int, deque[tuple[Callable[[], None], tuple[Mark, ...], Future]]] = defaultdict(deque)
-        self._jobs: dict[int, Future] = {}  # the last one of each number
+        self._waiting: dict[int, deque[Job]] = defaultdict(deque)
+        self._last: dict[int, Future] = {}  # of each number's last job
         self._error: BaseException | None = None
         self._lock = threading.Lock()  # for `_waiting`
         self._own, self._device = 0, device  # `_own`: the thread's identifier, from its first job on
@@ -81,20 +88,20 @@ class UpdateThread:
         """Run `job` on the thread once the device has reached the marks, after the earlier ones of this number."""
         with uninterrupted(), self._lock:  # else somebody could wait for a job that is never run
             self._pool.submit(self._run_next)  # first: it raises if the thread or the interpreter is shutting down
-            done = self._jobs[number] = Future()
-            self._waiting[number].append((job, marks, done))
+            done = self._last[number] = Future()
+            self._waiting[number].append(Job(job, marks, done))
 
     def then(self, number: int, job: Callable[[], None]) -> None:
         """Run `job` once the jobs with this number are done: right here if they are, else later on the thread."""
         self.check()
-        if number in self._jobs and not self._jobs[number].done():
+        if number in self._last and not self._last[number].done():
             self.submit(number, job)
         else:
             job()
 
     def wait(self, number: int) -> None:
-        if number in self._jobs:
-            self._jobs[number].result()
+        if number in self._last:
+            self._last[number].result()
         self.check()
 
     def check(self) -> None:
@@ -109,22 +116,22 @@ class UpdateThread:
 
     def _run_next(self) -> None:
         self._own = threading.get_ident()
-        job, marks, done = self._take()
+        call, marks, done = self._take()
         try:
             self.check()
             for mark in marks:
                 wait_for(mark)
-            job()
+            call()
         except BaseException as error:
             self._error = error
-        del job  # before anybody learns that it is done, and counts what memory is held
+        del call  # before anybody learns that it is done, and counts what memory is held
         done.set_result(None)
 
-    def _take(self) -> tuple[Callable[[], None], tuple[Mark, ...], Future]:
+    def _take(self) -> Job:
         """The job whose turn it is. If none can begin, the highest number's: its gradients come first."""
         with self._lock:
             found = [number for number, jobs in self._waiting.items() if jobs]
-            ready = (number for number in sorted(found) if all(map(reached, self._waiting[number][0][1])))
+            ready = (number for number in sorted(found) if all(map(reached, self._waiting[number][0].marks)))
             return self._waiting[next(ready, max(found))].popleft()
 
 

@@ -3,7 +3,7 @@ same layout."""
 
 from collections.abc import Callable, Container, Sequence
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,10 @@ from t1lib.memory import pinned_zeros
 from t1lib.optimizers import Rule
 from t1lib.train.lanes import Mark, wait_for
 from t1lib.train.travel import Span, Traveller, Update
-from t1lib.train.update import follow
+from t1lib.train.update import follow, norms_of
+
+if TYPE_CHECKING:
+    from t1lib.train.engine import Engine
 
 ALIGN = 128  # elements; each parameter begins at a multiple of this in a flat buffer, which suits the device's loads
 
@@ -29,12 +32,16 @@ class Streamed(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func not in SHAPES:
             for param in (value for value in tree_leaves((args, kwargs)) if isinstance(value, Streamed)):
-                home, grad = param.__dict__.get("_home"), func in (GET_GRADIENT, SET_GRADIENT, DELETE_GRADIENT)
-                if grad and isinstance(home, HostLayer):
+                home = param.__dict__.get("_home")
+                if home is None:
+                    continue
+                if func not in (GET_GRADIENT, SET_GRADIENT, DELETE_GRADIENT):
+                    home.visit()
+                elif isinstance(home, HostLayer):
                     given = None if func == DELETE_GRADIENT else args[-1]
                     return home.gradient(param) if func == GET_GRADIENT else home.set_gradient(param, given)
-                if home is not None and (func == GET_GRADIENT or not grad):
-                    home.visit_gradient() if grad else home.visit()
+                elif func == GET_GRADIENT:
+                    home.visit_gradient()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -64,14 +71,14 @@ class Layout:
     def __init__(self, params: dict[str, Tensor]) -> None:
         self.shapes = {n: p.shape for n, p in params.items()}
         self.dtype = next((p.dtype for p in params.values()), torch.float32)
-        self.spans, self.numel = {}, 0
+        self.slices, self.numel = {}, 0
         for name, shape in self.shapes.items():
-            self.spans[name] = slice(self.numel, self.numel + shape.numel())
+            self.slices[name] = slice(self.numel, self.numel + shape.numel())
             self.numel += -(-shape.numel() // ALIGN) * ALIGN
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters as views into a flat buffer of `numel` elements."""
-        return {name: flat[span].view(self.shapes[name]) for name, span in self.spans.items()}
+        return {name: flat[at].view(self.shapes[name]) for name, at in self.slices.items()}
 
     def weights(self, flat: Tensor) -> dict[str, Tensor]:
         """As `views`, but each with a storage of its own, in the same memory. accelerate's `save_state` treats tensors
@@ -118,43 +125,122 @@ def streamed_names(layers: Sequence[nn.Module], groups: Container[int]) -> list[
     return list(first)
 
 
-class HostLayer(Traveller):
-    """One streamed layer: its parameters, and the flat host buffers that hold them. counts: updates that parameters
-    have seen, by parameter"""
+class Gradients:
+    """The gradients of one layer, from the backwards that make them to the update that reads them.
 
-    def __init__(
-        self, module: nn.Module, index: int, layout: Layout, device: torch.device, groups: dict[int, int],
-        counts: dict[nn.Parameter, int],
-    ) -> None:  # fmt: skip
+    Each backward sums them in `slot`, on the device; from there they go to `flat`, on the host, or wait in `pieces` on
+    the device. Once somebody has looked at one, copies of all count instead (`seen`): whoever holds those may change
+    them. Parameters named in `absent` have none, whatever lies in these buffers; `forget` makes that all of them.
+    """
+
+    def __init__(self, layer: "HostLayer") -> None:
+        self._layer, self._layout = layer, layer.layout
+        self.slot: Slot | None = None  # set by the schedule if the layer is trained
+        self.flat: Tensor | None = None  # made when it is first needed
+        self.pieces: list[Tensor] | None = None
+        self.seen: dict[str, Tensor] | None = None  # on the host, by name; none of those in `absent`
+        self.absent = set(self._layout.shapes)  # parameters whose gradient is None
+        self.scale: Tensor | None = None  # clipping's factor, by which gradients have yet to be multiplied
+        self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
+        self.arrived: Mark = None  # when `flat` or `pieces` are complete and, if an update reads them, have been read
+        self.reached: set[str] = set()  # parameters that the last backward gave a gradient
+        self.backward: int | None = None  # autograd's number of the layer's last backward since the last step
+
+    @property
+    def any(self) -> bool:
+        return len(self.absent) < len(self._layout.shapes)
+
+    def forget(self) -> None:
+        """Make all gradients None. An update that is under way goes on."""
+        self.absent, self.seen, self.scale, self.norms = set(self._layout.shapes), None, None, None
+
+    def buffer(self) -> Tensor:
+        """`flat`, made if it is not there yet."""
+        if self.flat is None:
+            with torch.inference_mode(False):  # an evaluation may come between backward and step
+                self.flat = pinned_zeros(self._layout.numel, self._layout.dtype, self._layer.device)
+        return self.flat
+
+    def complete(self) -> dict[str, Tensor]:
+        """Bring the gradients to the host, multiply them by `scale`, and return those that are not None, by name. A
+        pending update reads them first. As the caller may change them, their norms are no longer known."""
+        if not self.any:
+            return {}
+        self._layer.finish_update(self._layer)
+        wait_for(self.arrived)
+        if self.pieces is not None:
+            homes = self.buffer().split([len(piece) for piece in self.pieces])
+            for home, piece in zip(homes, self.pieces, strict=True):  # joined, they would take device memory
+                home.copy_(piece)
+            self.pieces = None
+        found = self.seen
+        if found is None:
+            found = {name: view for name, view in self._layout.views(self.flat).items() if name not in self.absent}
+        if self.scale is not None:
+            torch._foreach_mul_(list(found.values()), self.scale.to("cpu"))
+        self.arrived = self.scale = self.norms = None
+        return found
+
+    def gather(self) -> Tensor:
+        """`flat`, with the copies that somebody may have changed (`seen`) written back to it."""
+        if self.seen is not None:
+            wait_for(self.arrived)  # an update may still be reading what is there
+            views = self._layout.views(self.buffer())
+            for name, grad in self.seen.items():
+                views[name].copy_(grad)
+        return self.flat
+
+    def update_seen(self, sums: dict[str, Tensor]) -> None:
+        """Copy sums over several backwards from the device into `seen`, where somebody may hold the earlier sums."""
+        for name in self._layout.shapes.keys() - self.absent:
+            if name in self.seen:
+                self.seen[name].copy_(sums[name])
+            else:
+                self.seen[name] = sums[name].to("cpu", copy=True)
+        self.norms = None
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply the gradients: when somebody looks or the update reads them; at once if somebody may hold some."""
+        if self.any:
+            self.scale = factor if self.scale is None else self.scale * factor
+            self.norms = None
+            if self.seen is not None:
+                self.complete()
+
+    def norms_by_name(self) -> dict[str, Tensor]:
+        """Euclidean norms of the gradients that are not None. With `update_in_backward` those of the last backward,
+        whose gradients are gone."""
+        if self.any and (self.norms is None or self.seen is not None):  # whoever has seen some may have changed them
+            found = self.complete()
+            norms = norms_of(list(found.values()), exact=self._layer.device.type == "cpu")
+            self.norms = dict(zip(found, norms, strict=True))
+        return self.norms or {}
+
+
+class HostLayer(Traveller):
+    """One streamed layer of an engine: its parameters, the flat host buffers that hold them, and its gradients."""
+
+    def __init__(self, engine: "Engine", index: int) -> None:
+        layout, device, groups = engine.layout, engine.device, engine.optimizer.groups
         super().__init__(index, pinned_zeros(layout.numel, layout.dtype, device))
-        self.layout, self.counts, self._device = layout, counts, device
-        own = dict(module.named_parameters())
+        self.layout, self.counts, self.device = layout, engine.optimizer.counts, device
+        own = dict(engine.stack[index].named_parameters())
         self.params = {n: own[n] for n in layout.shapes}
         self.groups = {n: groups[id(p)] for n, p in self.params.items() if id(p) in groups}
         self.trained = any(p.requires_grad for p in self.params.values())  # all of them, or none
-        # Set by the schedule: whether state travels to the device for updates, or the CPU makes them; whether gradients
-        # are kept; what finishes pending updates and copies; and the layer's slots on the device.
-        self.travels, self.keeps_gradients = False, True
-        self.settle: Callable[[HostLayer], None] = lambda layer: None
-        self.slot: Slot | None = None
-        self.grad_slot: Slot | None = None
+        self.grads = Gradients(self)
         self.views = layout.weights(self.flat)
         self.touched = False  # somebody may have written to the host's weights
-        self.update: Update | None = None  # waits for its turn
-        self.grads: Tensor | None = None  # on the host, flat, once there are any
-        self.waiting: list[Tensor] | None = None  # gradients that wait on the device instead, in pieces
-        # Copies of all gradients that are not None, made once somebody looks at one. Whoever holds them may change
-        # them, so from then on they count, and not what is in the buffer.
-        self.seen: dict[str, Tensor] | None = None
-        self.absent: set[str] = set(layout.shapes)  # parameters whose gradient is None
-        self.reached: set[str] = set()  # parameters that this backward gave a gradient
-        self.scale: Tensor | None = None  # clipping's factor, if `grads` have not been multiplied by it yet
-        self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
-        self.arrived: Mark = None  # when `grads` are complete
-        self.backward: int | None = None  # autograd's number of the layer's last backward since the last step
-        self._hooks: list[RemovableHandle] = []
+        self.written = False  # somebody did, as far as is known, and the master has yet to follow
         self.version = 0  # how many updates have begun
-        self.written = False  # the master may have to follow weights that somebody wrote
+        self.update: Update | None = None  # waits to be queued on the device
+        self.keeps_gradients = not engine.in_backward
+        # Set by the schedule: whether state travels to the device for updates, or the CPU makes them; what finishes an
+        # update that is pending; and the layer's slot on the device.
+        self.travels = False
+        self.finish_update: Callable[[HostLayer], None] = lambda layer: None
+        self.slot: Slot | None = None
+        self._hooks: list[RemovableHandle] = []
         for name, param in self.params.items():
             self.views[name].copy_(param.data)
             param.data = self.views[name]
@@ -166,27 +252,30 @@ class HostLayer(Traveller):
             param.__class__ = Streamed  # whoever looks at it waits for what is still under way
 
     @property
-    def has_gradients(self) -> bool:
-        return len(self.absent) < len(self.params)
+    def in_slot(self) -> bool:
+        """Whether the slot holds the layer's weights, or is about to, as they are after all updates so far."""
+        return self.slot.holds is self and self.update is None
 
-    def spans(self, rules: list[Rule]) -> list[Span]:
+    def count_update(self, rules: list[Rule]) -> list[Span]:
         """What the next update covers: parameters that have a gradient, with the rules of their groups. Adds 1 to their
         counts. On a GPU neighbours of one rule and count are joined; on a CPU each is alone, as PyTorch updates it."""
         found: list[Span] = []
         for name, group in self.groups.items():
-            if name in self.absent:
+            if name in self.grads.absent:
                 continue
-            param, rule, at = self.params[name], rules[group], self.layout.spans[name]
+            param, rule, at = self.params[name], rules[group], self.layout.slices[name]
             self.counts[param] = count = self.counts[param] + 1
             near = found and found[-1][1:] == (rule, count) and at.start - found[-1].at.stop < ALIGN
-            if near and self._device.type == "cuda":
+            if near and self.device.type == "cuda":
                 at = slice(found.pop().at.start, at.stop)
             found.append(Span(at, rule, count))
         return found
 
     def visit(self) -> None:
-        """Somebody looks at the weights: finish the update, wait for copies, and note that they may be changed."""
-        self.settle(self)
+        """Somebody looks at the weights, and may change them: finish the update, and wait for all copies."""
+        self.finish_update(self)
+        if self.slot is not None and self.slot.holds is self:
+            wait_for(self.slot.filled)
         wait_for(self.left)
         self.touched = True
 
@@ -194,96 +283,41 @@ class HostLayer(Traveller):
         """`p.grad`: complete, on the host."""
         gone = f"p.grad of {param._name!r}: with update_in_backward=True no gradients are kept"
         require(self.keeps_gradients, gone)
-        if param._name in self.absent:
+        if param._name in self.grads.absent:
             return None
-        self.see_gradients()
-        if self.seen is None:
+        found = self.grads.complete()
+        if self.grads.seen is None:
             with torch.inference_mode(False):
-                self.seen = {name: grad.clone() for name, grad in self.gradients().items()}
-        return self.seen[param._name]
-
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients on the host that are not None, by name."""
-        if self.seen is not None:
-            return self.seen
-        return {name: view for name, view in self.layout.views(self.grads).items() if name not in self.absent}
-
-    def see_gradients(self) -> None:
-        """Make the host's gradients complete, multiplied by `scale`; a pending update reads them first. As the caller
-        may change them, their norms are no longer known."""
-        self.settle(self)
-        wait_for(self.arrived)
-        if self.waiting is not None:
-            homes = self.room_for_gradients().split([len(piece) for piece in self.waiting])
-            for home, piece in zip(homes, self.waiting, strict=True):  # joined, they would take device memory
-                home.copy_(piece)
-            self.waiting = None
-        if self.scale is not None:
-            torch._foreach_mul_(list(self.gradients().values()), self.scale.to("cpu"))
-        self.arrived = self.scale = self.norms = None
+                self.grads.seen = {name: grad.clone() for name, grad in found.items()}
+        return self.grads.seen[param._name]
 
     def gradient_came(self, param: nn.Parameter) -> None:
         """A hook: autograd has added to `p.grad`. Raises `T1Error` unless that was in the layer's own backward; a
         penalty on the weight itself, for example, adds to it elsewhere."""
         if not param.requires_grad:  # frozen since its forward: autograd has added nothing
             return
-        name = param._name
+        name, slot = param._name, self.grads.slot
         with torch._C.DisableTorchFunctionSubclass():
-            if self.grad_slot is None or param.grad is not self.grad_slot.views[name]:
+            if slot is None or param.grad is not slot.views[name]:
                 param.grad = None
                 found = f"a gradient of {name!r} of layer {self.index} from elsewhere than the layer's own call"
                 raise T1Error(f"{found}; allowed: losses on what the model returns, and weight_decay")
-        self.reached.add(name)
+        self.grads.reached.add(name)
 
     def set_gradient(self, param: nn.Parameter, value: Tensor | None) -> None:
         """Set `p.grad` to None. Raises `T1Error` for any other value but the present one, which `p.grad *= 2` sets."""
-        name = param._name
+        name, grads = param._name, self.grads
         if value is None:
-            self.norms = None
-            self.absent.add(name)
-            if self.seen is not None:
-                self.seen.pop(name, None)
-            if len(self.absent) == len(self.params):
-                self.forget_gradients()
+            grads.norms = None
+            grads.absent.add(name)
+            if grads.seen is not None:
+                grads.seen.pop(name, None)
+            if not grads.any:
+                grads.forget()
             return
-        own = self.seen is not None and self.seen.get(name) is value
+        own = grads.seen is not None and grads.seen.get(name) is value
         found = f"p.grad of {name!r} of layer {self.index}, a streamed parameter, was set"
         require(own, f"{found}; allowed: None, or writing to what it is, as by p.grad.copy_(…)")
-
-    def gather(self) -> Tensor:
-        """The host's buffer of gradients, flat, with those that somebody may have changed (`seen`) copied into it."""
-        if self.seen is not None:
-            wait_for(self.arrived)  # an update may still be reading what is there
-            views = self.layout.views(self.room_for_gradients())
-            for name, grad in self.seen.items():
-                views[name].copy_(grad)
-        return self.grads
-
-    def add_up(self, sums: dict[str, Tensor]) -> None:
-        """Copy sums over several backwards from the device into `seen`, where somebody may hold the earlier sums."""
-        for name in self.params.keys() - self.absent:
-            if name in self.seen:
-                self.seen[name].copy_(sums[name])
-            else:
-                self.seen[name] = sums[name].to("cpu", copy=True)
-        self.norms = None
-
-    def forget_gradients(self) -> None:
-        self.absent, self.norms, self.scale, self.seen = set(self.params), None, None, None
-
-    def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the gradients: when somebody looks or the update reads them; at once if somebody may hold some."""
-        self.scale = factor if self.scale is None else self.scale * factor
-        self.norms = None
-        if self.seen is not None:
-            self.see_gradients()
-
-    def room_for_gradients(self) -> Tensor:
-        """The host buffer for gradients, made when it is first needed."""
-        if self.grads is None:
-            with torch.inference_mode(False):  # an evaluation may come between backward and step
-                self.grads = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
-        return self.grads
 
     def refuse_hooks(self) -> None:
         """Raise `T1Error` for hooks on parameters: they would see parts of gradients, or weights that are elsewhere."""
@@ -293,47 +327,46 @@ class HostLayer(Traveller):
             require(not hooked, f"{found}; allowed: hooks of modules, and a look at p.grad after backward()")
 
     def bind(self, views: dict[str, Tensor]) -> None:
+        """Point the parameters at weights on the device; autograd sees ordinary parameters."""
         for name, param in self.params.items():
             param.__class__ = nn.Parameter
             param.data = views[name]
 
     def unbind(self) -> None:
+        """Point the parameters back at the host."""
         for name, param in self.params.items():
             param.data, param.grad = self.views[name], None
             param.__class__ = Streamed
 
     def give_back(self, device: torch.device | None = None) -> None:
         """Make the parameters ordinary ones, gradients included. Updates must be finished."""
-        if self.has_gradients and self.keeps_gradients:
-            self.see_gradients()
+        grads = self.grads.complete() if self.keeps_gradients else {}
         for hook in self._hooks:
             hook.remove()
         for name, param in self.params.items():
             param.__class__ = nn.Parameter
             del param._home, param._name
             param.data = param.data.to(device, copy=True)
-            gone = name in self.absent or not self.keeps_gradients
-            param.grad = None if gone else self.gradients()[name].to(device, copy=True)
+            param.grad = grads[name].to(device, copy=True) if name in grads else None
 
-    @unwatched
-    def take_over(self) -> None:
-        """Take over what was written to the host's weights. Raises `T1Error` if `p.data` was assigned."""
-        for name, param in self.params.items():
-            found = f"p.data of {name!r} of layer {self.index}, a streamed parameter, was assigned"
-            allowed = "writing to it within torch.no_grad(), as by p.copy_(…); close() gives back what was assigned"
-            require(self.views[name].is_set_to(param.data), f"{found}; allowed: {allowed}")
+    def accept_writes(self, assigned: bool = False) -> None:
+        """Let what may have been written to the host's weights count: a copy in the slot is stale. Where `p.data` was
+        assigned, take the values over if `assigned`, as before the layer becomes an ordinary one; else raise `T1Error`.
+        """
+        if not self.touched:
+            return
+        if self.slot is not None and self.slot.holds is self:
+            self.slot.holds = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, param in self.params.items():
+                if assigned and param.data.shape == self.views[name].shape:
+                    self.views[name].copy_(param.data)
+                found = f"p.data of {name!r} of layer {self.index}, a streamed parameter, was assigned"
+                allowed = "writing to it within torch.no_grad(), as by p.copy_(…); close() gives back what was assigned"
+                require(assigned or self.views[name].is_set_to(param.data), f"{found}; allowed: {allowed}")
         self.touched, self.written = False, True
 
-    @unwatched
-    def take_back(self) -> None:
-        """As `take_over`, before the layer becomes an ordinary one: what was assigned to `p.data` counts."""
-        if self.touched:
-            for name, param in self.params.items():
-                if param.data.shape == self.views[name].shape:
-                    self.views[name].copy_(param.data)
-            self.touched, self.written = False, True
-
-    def follow(self) -> None:
+    def update_master(self) -> None:
         """Let the master follow weights that somebody wrote. (Not at each write: they may be an average that is swapped
         in for an evaluation only.)"""
         if self.written and "master" in self.state:

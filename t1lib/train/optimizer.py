@@ -97,13 +97,12 @@ class StreamOptimizer(ResidentOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._engine.schedule is not None:
-            self._engine.schedule.begin_anew()
+            self._engine.schedule.forget_failed_backward()
         for layer in self._engine.host:
             if set_to_none:
-                layer.forget_gradients()
-            elif layer.has_gradients:
-                layer.see_gradients()
-                for grad in layer.gradients().values():
+                layer.grads.forget()
+            else:
+                for grad in layer.grads.complete().values():
                     zero(grad)
         clear_gradients(self._engine.others(), set_to_none)
 
@@ -117,8 +116,7 @@ class StreamOptimizer(ResidentOptimizer):
         total = self.grad_norm()
         coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for layer in self._engine.host:
-            if layer.has_gradients:
-                layer.scale_gradients(coefficient)
+            layer.grads.multiply(coefficient)
         grads = [p.grad for p in self._engine.unstreamed() if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, coefficient)
@@ -130,12 +128,7 @@ class StreamOptimizer(ResidentOptimizer):
         engine, exact = self._engine, self._engine.device.type == "cpu"
         norms: dict[int, Tensor] = {}
         for layer in engine.host:
-            if layer.norms is not None or layer.has_gradients:
-                if layer.norms is None or layer.seen is not None:  # what somebody has seen may have been changed
-                    layer.see_gradients()
-                    found = layer.gradients()
-                    layer.norms = dict(zip(found, norms_of(list(found.values()), exact), strict=True))
-                norms |= {id(layer.params[name]): norm for name, norm in layer.norms.items()}
+            norms |= {id(layer.params[name]): norm for name, norm in layer.grads.norms_by_name().items()}
         others = [p for p in engine.unstreamed() if p.grad is not None]
         for dtype in {p.grad.dtype for p in others}:
             alike = [p for p in others if p.grad.dtype == dtype]

@@ -34,8 +34,11 @@ class Passes:
         plain = all(getattr(forward, "__func__", None) is type(layer).forward for layer, forward in own)
         known = all(type(layer).__module__.startswith("transformers.models.") for layer in self.stack)
         self._recompute = Recompute(whole=not (plain and known))  # a compiled layer, for one, is recomputed whole
-        owned = ([(m._parameters, *p) for m in layer.modules() for p in m._parameters.items()] for layer in self.stack)
-        self._places = [[place for place in places if place[2] is not None] for places in owned]
+        # By layer, what each should find when it runs: a module's dict of parameters, a name in it, and the parameter.
+        self._expected = [
+            [(m._parameters, n, p) for m in layer.modules() for n, p in m._parameters.items() if p is not None]
+            for layer in self.stack
+        ]
         self._inputs = Inputs(self._schedule) if choice.inputs == "host" else None
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         # Layers that may run as CUDA graphs: all that they use comes in through the slots or as an argument.
@@ -47,8 +50,8 @@ class Passes:
     def run(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Run layer `index` on hidden states (B, …) with the other arguments that the model gives it."""
         layer, grad = self.stack[index], torch.is_grad_enabled()
-        for place, name, own in self._places[index]:
-            if place.get(name) is not own and place.get(name) is not None:
+        for params, name, own in self._expected[index]:
+            if params.get(name) is not own and params.get(name) is not None:
                 where = f"{name!r} in layer {index} is another parameter than `stream` was given"
                 raise T1Error(f"{where}, as in functional_call; allowed: changes of its values")
         within = parametrize._cache_enabled or torch._C._functorch.is_gradtrackingtensor(hidden)
@@ -65,8 +68,8 @@ class Passes:
         held = self._schedule.layers.get(index)
         late = held is not None and not held.trained and any(p.requires_grad for p in held.params.values())
         require(not late, f"layer {index} was unfrozen after `stream`: close the optimizer, then stream again")
-        again = getattr(layer, "gradient_checkpointing", False) and layer.training
-        require(not again, "the model's own gradient checkpointing is on; stream recomputes layers itself: turn it off")
+        twice = getattr(layer, "gradient_checkpointing", False) and layer.training
+        require(not twice, "the model's own gradient checkpointing is on; stream recomputes layers itself: turn it off")
         needy = any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves((args, kwargs)))
         require(not needy, f"layer {index} is given an argument that needs a gradient, beside its hidden states")
         if layer.training:  # caches stay empty, as under transformers' own checkpointing
@@ -97,8 +100,7 @@ class Passes:
                         saved.graphs.append(self._with_graph(index, piece, wanted))
                         out = saved.graphs[-1][1]
                     elif not cached and self._may_replay(index, piece):
-                        key = held.slot, self.stack[index].training
-                        call = partial(self._call, index)
+                        key, call = (held.slot, self.stack[index].training), partial(self._call, index)
                         out = self._graphs.run(index, key, call, piece.hidden.detach(), piece.args, piece.kwargs)
                     else:
                         out = self._call(index, *piece)
@@ -124,12 +126,12 @@ class Passes:
         require(isinstance(out, Tensor), f"layer {index} returns a {kind}; allowed: one tensor, the hidden states")
         return out
 
-    def _with_graph(self, index: int, piece: Piece, wanted: bool, again: bool = False) -> tuple[Tensor, Tensor]:
+    def _with_graph(self, index: int, piece: Piece, wanted: bool, recompute: bool = False) -> tuple[Tensor, Tensor]:
         """Run the layer, or recompute it; returns its input and its output, with the graph between them."""
         x = piece.hidden.detach().requires_grad_(wanted)
         call = partial(self._call, index, x, piece.args, piece.kwargs)
         with torch.enable_grad():
-            if again:
+            if recompute:
                 return x, self._recompute.run(self.stack[index], call)
             with kept_graph(self._schedule.layers.get(index)):
                 return x, call()
@@ -151,7 +153,7 @@ class Passes:
         require(not late, f"a backward through layer {index}, which step() has updated since that forward")
         if self._outer is not None:
             self._outer.backward_begins(index)
-        schedule.bind(index, again=True)
+        schedule.bind(index, backward=True)
         try:
             kept = saved.graphs is not None
             pieces = saved.graphs if kept else split_rows(Piece(hidden.detach(), *saved.given), saved.rows)
@@ -163,13 +165,15 @@ class Passes:
                 else:
                     with saved.autocast():
                         if saved.random[k] is None and self._may_replay(index, piece):
-                            found.append(self._replay(index, piece, part, wanted, first=k == 0))
+                            if k == 0:
+                                schedule.bind_gradients(index)
+                            found.append(self._replay(index, piece, part, wanted))
                             replayed = True
                             continue
                         with saved.drawing_again(k), self.engine.trace.span("compute", "recompute", index):
-                            x, out = self._with_graph(index, piece, wanted, again=True)
+                            x, out = self._with_graph(index, piece, wanted, recompute=True)
                 if k == 0:
-                    schedule.want_gradients(index)  # not before: it waits for a slot
+                    schedule.bind_gradients(index)  # not before: it waits for a slot
                 with self.engine.trace.span("compute", "backward", index):
                     if out.requires_grad:  # not if the layer was skipped, and its input needs no gradient
                         torch.autograd.backward(out, part)
@@ -179,25 +183,23 @@ class Passes:
             with uninterrupted():
                 schedule.backward_done(index)
         except BaseException:
-            schedule.release(index, again=True, follows=False)
-            schedule.abort()
+            schedule.release(index, backward=True, follows=False)
+            schedule.backward_failed()
             raise
         if not wanted:
             return None
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _replay(self, index: int, piece: Piece, part: Tensor, wanted: bool, first: bool) -> Tensor | None:
+    def _replay(self, index: int, piece: Piece, part: Tensor, wanted: bool) -> Tensor | None:
         """Recompute the layer and run its backward as one CUDA graph; returns the input's gradient."""
 
         def call(hidden: Tensor, grad: Tensor, *given: Any) -> Tensor | None:
-            x, out = self._with_graph(index, Piece(hidden, *given), wanted, again=True)
+            x, out = self._with_graph(index, Piece(hidden, *given), wanted, recompute=True)
             torch.autograd.backward(out, grad)
             return x.grad
 
-        if first:
-            self._schedule.want_gradients(index)
         held = self._schedule.layers[index]
-        key = held.slot, held.grad_slot, self.stack[index].training, wanted
+        key = held.slot, held.grads.slot, self.stack[index].training, wanted
         with self.engine.trace.span("compute", "backward", index):
             return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
 

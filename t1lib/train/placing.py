@@ -117,8 +117,7 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int)
     require(piece is not None or known, early)
     buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]  # such as running means, which a run changes
     if held is not None:
-        if held.touched:
-            held.take_over()
+        held.accept_writes()
         held.bind({n: view.to(engine.device) for n, view in held.views.items()})
     try:
         if known:

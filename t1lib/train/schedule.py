@@ -39,60 +39,59 @@ class Schedule:
     """
 
     def __init__(self, engine: "Engine", guests: list[Tensor], trains: bool) -> None:
-        self.engine, self._order = engine, list(engine.host)  # in which the layers run, and take turns in the slots
-        self.layers = {layer.index: layer for layer in self._order}
-        self.device, self.in_backward, self._rules = engine.device, engine.in_backward, engine.optimizer.rules
         layout, device, choice, overlap = engine.layout, engine.device, engine.choice, engine.overlap
-        self.aborted = False  # whether an error ended a backward since the last step
-        self._waits_on_device = choice.grads == "device" and not self.in_backward
+        self.engine, self.device, self.in_backward = engine, device, engine.in_backward
+        self._rules, self._order = engine.optimizer.rules, [*engine.host]  # as layers run, and take turns in the slots
+        self.layers = {layer.index: layer for layer in self._order}
         trained = [layer for layer in self._order if layer.trained and trains]
+        by_host = [layer for number, layer in enumerate(self._order) if updated_by_host(number, choice.host_share)]
         self.weights = [Slot(layout, device) for _ in range(min(choice.slots, len(self._order)))]
         self.grads = [Slot(layout, device) for _ in range(min(choice.grad_slots, len(trained)))]
         self.compute, self.inward, self.outward = Lane(device, False), Lane(device, overlap), Lane(device, overlap)
         self.thread = UpdateThread(device)
         self._scratch = Scratch()  # the update thread's
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
+        self._failed = False  # whether an error ended a backward since the last step
+        self._keep_on_device = choice.grads == "device" and not self.in_backward  # gradients that wait for step()
         precision, rules = engine.precision, self._rules()
-        by_host = [layer for place, layer in enumerate(self._order) if updated_by_host(place, choice.host_share)]
+        dtypes = precision.kinds(torch.empty(0, dtype=layout.dtype), *rules) if trained or guests else {}
         # Joining and splitting masters takes the CPU longer than moving them.
         joins = 0 < len(by_host) < len(trained) and precision.masters == "split"
-        slots, grad_slots = cycle(self.weights), cycle(self.grads)
-        for layer in self._order:
-            layer.slot = next(slots)
-            layer.settle, layer.keeps_gradients = self.settle, not self.in_backward
-            layer.travels = layer in trained and layer not in by_host
-            if layer in trained:
-                layer.grad_slot = next(grad_slots)
-                kept = replace(precision, masters="whole") if joins and layer in by_host else precision
-                kinds = kept.kinds(layer.flat, *rules).items()
-                layer.state = {key: pinned_zeros(layout.numel, dtype, device) for key, dtype in kinds}
+        by_cpu = replace(precision, masters="whole").kinds(trained[0].flat, *rules) if joins else dtypes
+        for layer, slot in zip(self._order, cycle(self.weights), strict=False):
+            layer.slot, layer.finish_update = slot, self.finish_update
+        for layer, slot in zip(trained, cycle(self.grads), strict=False):
+            layer.grads.slot, layer.travels = slot, layer not in by_host
+            kept = (dtypes if layer.travels else by_cpu).items()
+            layer.state = {key: pinned_zeros(layout.numel, dtype, device) for key, dtype in kept}
             if "master" in layer.state:
                 layer.state["master"].copy_(layer.flat)
-        kinds = precision.kinds(torch.empty(0, dtype=layout.dtype), *rules) if trained or guests else {}
         # Updates in the backward that need no state are made in the slots, and the new weights leave.
-        self.stateless = self.in_backward and not kinds
+        self.stateless = self.in_backward and not dtypes
         # Others read the weights in their slot, right after the backward, unless a master rebuilds them.
-        self._read_slots = self.in_backward and bool(kinds) and "master" not in kinds
+        self._read_slots = self.in_backward and bool(dtypes) and "master" not in dtypes
         any_travels = guests or (not self.stateless and any(layer.travels for layer in self._order))
-        kinds = {"weight": layout.dtype, **kinds} | ({} if self.in_backward else {"grad": layout.dtype})
+        dtypes = {"weight": layout.dtype, **dtypes} | ({} if self.in_backward else {"grad": layout.dtype})
         numel = max([layout.numel, *(guest.numel() for guest in guests)])
-        self.travel = Travel(engine, kinds if any_travels else {}, numel)
+        self.travel = Travel(engine, dtypes if any_travels else {}, numel)
         # Zeroing the buffers, and earlier work in the same memory, may still be queued: no copy may overtake it.
         made = self.compute.mark()
         for lane in (self.inward, self.outward, *self.travel.lanes):
             lane.after(made)
 
-    def fetch(self, layer: HostLayer, again: bool = False) -> None:
+    # -- weights: each layer's slot is filled, bound to its parameters while it computes, and released -----------------
+
+    def fetch(self, layer: HostLayer, backward: bool = False) -> None:
         """Fill the layer's slot: with a copy of the host's weights as soon as they are up to date, or by the pending
-        update. again: whether this is the second time in this step"""
+        update. backward: whether it is for the backward, the second time in this step"""
         slot = layer.slot
         if slot.holds is not None:
             self.thread.wait(slot.holds.index)  # else its copy, if not queued yet, would later overwrite this one
         if layer.update is not None:
             slot.holds = layer
-            self._begin_update(layer)
+            self._update_on_device(layer)
             return
-        phase = "weights again" if again else "weights"
+        phase = "weights again" if backward else "weights"
         with uninterrupted():  # else a copy might be queued for a slot that counts as free
             slot.holds = None  # until the copy is sure to be queued
             self.thread.then(layer.index, partial(self._copy_in, layer, phase, self.engine.trace))
@@ -105,67 +104,63 @@ class Schedule:
             slot.flat.copy_(layer.flat, non_blocking=True)
         slot.filled = lane.mark()
 
-    def bind(self, index: int, again: bool = False) -> None:
+    def bind(self, index: int, backward: bool = False) -> None:
         """Point the layer's parameters at its slot, which the device finds filled."""
         layer = self.layers.get(index)
         if layer is None:
             return
-        self.take_over(layer)
-        if layer.slot.holds is not layer:
-            self.fetch(layer, again)
+        layer.accept_writes()
+        if not layer.in_slot:
+            self.fetch(layer, backward)
         self.thread.wait(layer.index)
         self.compute.after(layer.slot.filled)
-        if layer.waiting is not None and layer.update is None and not again:
+        if layer.grads.pieces is not None and not backward:
             # The forward's inputs need these gradients' memory. Those still wanted, and later ones, go to the host.
-            if layer.has_gradients:
-                layer.see_gradients()
-                self._waits_on_device = False
-            self.compute.after(layer.arrived)  # an update may still be reading them
-            layer.waiting = None
+            if layer.grads.any:
+                layer.grads.complete()
+                self._keep_on_device = False
+            self.compute.after(layer.grads.arrived)  # an update may still be reading them
+            layer.grads.pieces = None
         layer.bind(layer.slot.views)
 
-    def take_over(self, *layers: HostLayer) -> None:
-        """Take over what may have been written to the host's weights of these layers; a slot's copy is then stale."""
-        for layer in layers:
-            if layer.touched:
-                if layer.slot.holds is layer:
-                    layer.slot.holds = None
-                layer.take_over()
-
-    def release(self, index: int, again: bool = False, around: bool = False, follows: bool = True) -> None:
+    def release(self, index: int, backward: bool = False, around: bool = False, follows: bool = True) -> None:
         """Point the parameters back at the host; if a layer `follows` in the slot, it comes in: see `fetch_next`."""
         layer = self.layers.get(index)
         if layer is not None:
             layer.unbind()
             layer.slot.freed = self.compute.mark()
             if follows:
-                self.fetch_next(layer, again, around)
+                self.fetch_next(layer, backward, around)
 
-    def fetch_next(self, layer: HostLayer, again: bool, around: bool = False) -> None:
-        """Fetch the layer that has this one's slot next, once the device has left it: in the forward or, with `again`,
-        in the backward. around: the first layers run after the last ones"""
-        turn, count = self._order.index(layer) + (-1 if again else 1) * len(self.weights), len(self._order)
-        turn = turn % count if around else turn
-        if 0 <= turn < count and layer.slot.holds is not self._order[turn]:
-            self.fetch(self._order[turn], again)
+    def fetch_next(self, layer: HostLayer, backward: bool, around: bool = False) -> None:
+        """Fetch the layer that has this one's slot next, once the device has left it: in the forward or the backward.
+        around: the first layers run after the last ones"""
+        ahead, count = len(self.weights), len(self._order)
+        turn = self._order.index(layer) + (-ahead if backward else ahead)
+        turn = turn % ahead if around and turn >= count else turn
+        if 0 <= turn < count and not self._order[turn].in_slot:
+            self.fetch(self._order[turn], backward)
 
-    def want_gradients(self, index: int) -> None:
+    # -- gradients: each backward sums them in a slot; then they wait for an update, or are used by one at once --------
+
+    def bind_gradients(self, index: int) -> None:
         """Give the layer's parameters a slot for their gradients: zeroed, or with what has been summed so far."""
         layer = self.layers.get(index)
         if layer is None or not layer.trained:
             return
+        grads, slot = layer.grads, layer.grads.slot
         if self.in_backward:
             twice = "a second backward before step(), with update_in_backward=True: leave that out to accumulate"
-            require(layer.backward is None, twice)
-        slot, layer.reached = layer.grad_slot, set()
-        before, layer.backward = layer.backward, torch._C._current_graph_task_id()
+            require(grads.backward is None, twice)
+        grads.reached = set()
+        before, grads.backward = grads.backward, torch._C._current_graph_task_id()
         self.compute.after(slot.freed)
-        if layer.has_gradients:
+        if grads.any:
             beside = "a backward while gradients are there, with accumulate=False: call zero_grad(), or leave that out"
-            require(self.engine.accumulate or before == layer.backward, beside)
-            layer.see_gradients()
-            slot.flat.copy_(layer.gather(), non_blocking=True)
-            for name in layer.absent:
+            require(self.engine.accumulate or before == grads.backward, beside)
+            grads.complete()
+            slot.flat.copy_(grads.gather(), non_blocking=True)
+            for name in grads.absent:
                 slot.views[name].zero_()
         else:
             slot.flat.zero_()
@@ -176,144 +171,166 @@ class Schedule:
         """Release the layer, whose gradients are complete: they, or new weights, leave, or its update begins."""
         layer = self.layers.get(index)
         if layer is None or not layer.trained:
-            self.release(index, again=True)
+            self.release(index, backward=True)
             return
-        slot, weights = layer.grad_slot, layer.slot.flat
-        layer.absent -= layer.reached
+        grads, slot = layer.grads, layer.grads.slot
+        grads.absent -= grads.reached
         norms = norms_of(list(slot.views.values()), exact=self.device.type == "cpu")
-        layer.norms = {n: norm for n, norm in zip(layer.params, norms, strict=True) if n not in layer.absent}
-        in_slot = self.stateless and layer.travels
-        if in_slot:  # the new weights, put in place of the gradients, leave
-            with self.engine.trace.span("compute", "update", index):
-                for at, rule, count in layer.spans(self._rules()):
-                    update([weights[at]], [slot.flat[at]], [{}], rule, count)
-                slot.flat.copy_(weights)
-        slot.filled = self.compute.mark()
-        reads = self._read_slots and layer.travels
-        self.release(index, again=True, follows=not reads)
-        if in_slot:
-            layer.left = self._send(layer, layer.flat, "weights")
-        elif self.in_backward and layer.travels:
-            layer.update = Update(slot.flat, layer.spans(self._rules()), (slot.filled,), not layer.absent)
-            slot.freed = self._begin_update(layer)
-            if reads:
-                self.fetch_next(layer, again=True)
-        elif layer.seen is not None:
-            layer.add_up(slot.views)  # the host waits for it
-            slot.freed = slot.filled
-        elif self._waits_on_device and layer.travels:
-            layer.waiting = self.travel.cut(slot.flat)
-            slot.freed, layer.arrived, layer.scale = self.compute.mark(), None, None
+        grads.norms = {n: norm for n, norm in zip(layer.params, norms, strict=True) if n not in grads.absent}
+        if not self.in_backward:
+            self._keep_gradients(layer)
+            return
+        if not layer.travels:
+            self._keep_gradients(layer)
+            self._prepare_update(layer, self._rules())
+        elif self.stateless:
+            self._update_in_slot(layer)
         else:
-            layer.arrived, layer.scale = self._send(layer, layer.room_for_gradients(), "gradients"), None
-            if self.in_backward:
-                self.begin(layer, self._rules())
-        if self.in_backward:
-            layer.absent = set(layer.params)
+            self._update_at_once(layer)
+        grads.absent = set(layer.params)
+
+    def _keep_gradients(self, layer: HostLayer) -> None:
+        """Let gradients wait for an update: on the host or, in memory that layers' inputs have left, on the device."""
+        grads, slot = layer.grads, layer.grads.slot
+        slot.filled = self.compute.mark()
+        self.release(layer.index, backward=True)
+        if grads.seen is not None:
+            grads.update_seen(slot.views)  # the host waits for it
+            slot.freed = slot.filled
+        elif self._keep_on_device and layer.travels:
+            grads.pieces = self.travel.cut(slot.flat)
+            slot.freed, grads.arrived, grads.scale = self.compute.mark(), None, None
+        else:
+            grads.arrived, grads.scale, grads.pieces = self._send(layer, grads.buffer(), "gradients"), None, None
+
+    def _update_in_slot(self, layer: HostLayer) -> None:
+        """Update the weights in their slot, by a rule without state; copied over the gradients, they leave."""
+        weights, slot = layer.slot.flat, layer.grads.slot
+        with self.engine.trace.span("compute", "update", layer.index):
+            for at, rule, count in layer.count_update(self._rules()):
+                update([weights[at]], [slot.flat[at]], [{}], rule, count)
+            slot.flat.copy_(weights)
+        slot.filled = self.compute.mark()
+        self.release(layer.index, backward=True)
+        layer.left = self._send(layer, layer.flat, "weights")
+
+    def _update_at_once(self, layer: HostLayer) -> None:
+        """Queue the update on the device, with state that comes in; the next layer waits for the slot if it is read."""
+        slot = layer.grads.slot
+        slot.filled = self.compute.mark()
+        self.release(layer.index, backward=True, follows=not self._read_slots)
+        spans = layer.count_update(self._rules())
+        layer.update = Update(slot.flat, spans, (slot.filled,), not layer.grads.absent)
+        slot.freed = self._update_on_device(layer)
+        if self._read_slots:
+            self.fetch_next(layer, backward=True)
 
     def _send(self, layer: HostLayer, to: Tensor, what: str) -> Mark:
         """Queue the copy of the layer's gradient slot to the host; returns the mark when it has arrived."""
-        slot, lane = layer.grad_slot, self.outward
-        lane.after(slot.filled, layer.arrived)
+        slot, lane = layer.grads.slot, self.outward
+        lane.after(slot.filled, layer.grads.arrived)
         with lane.active(), self.engine.trace.span("out", what, layer.index):
             to.copy_(slot.flat, non_blocking=True)
         slot.freed = lane.mark()
         return slot.freed
 
-    def abort(self) -> None:
+    def backward_failed(self) -> None:
         """Note that an error ended a backward. Not if a whole one came before: its updates stand; this was refused."""
         now = torch._C._current_graph_task_id()
-        self.aborted = all(layer.backward in (None, now) for layer in self._order)
+        self._failed = all(layer.grads.backward in (None, now) for layer in self._order)
 
-    def begin_anew(self) -> None:
-        """After an aborted backward, which may have updated layers, let another one begin."""
-        if self.aborted:
+    def forget_failed_backward(self) -> None:
+        """After a backward that failed, and may have updated layers, let another one begin."""
+        if self._failed:
             for layer in self._order:
-                layer.backward = None
-        self.aborted = False
+                layer.grads.backward = None
+        self._failed = False
+
+    # -- updates: prepared for all layers at once, then run by the CPU, or by the device when a layer is fetched -------
 
     def step(self) -> None:
         """Begin the updates of all layers that have gradients, and fetch the first layers: the next forward's."""
-        rules, self.aborted = self._rules(), False
+        rules, self._failed = self._rules(), False
         for layer in self._order:
-            layer.backward = None
-            if layer.has_gradients:
-                self.begin(layer, rules)
+            layer.grads.backward = None
+            if layer.grads.any:
+                self._prepare_update(layer, rules)
         for layer in self._order[: len(self.weights)]:
-            if layer.update is not None or layer.slot.holds is not layer:
+            if not layer.in_slot:
                 self.fetch(layer)
 
-    def begin(self, layer: HostLayer, rules: list[Rule]) -> None:
-        """Begin the layer's update: by the CPU when its gradients have arrived, on the device when it is fetched."""
-        self.finish(layer)
-        layer.follow()
-        grads, scale, mark = layer.waiting or layer.gather(), layer.scale, None
+    def _prepare_update(self, layer: HostLayer, rules: list[Rule]) -> None:
+        """Let the layer be updated: by the CPU when its gradients have arrived, or on the device when it is fetched."""
+        self.finish_update(layer)
+        layer.update_master()
+        grads = layer.grads
+        given, scale, mark = grads.pieces or grads.gather(), grads.scale, None
         if layer.travels:
             mark = self.compute.mark()
-        elif scale is not None and scale.is_cuda:  # it goes to the CPU, once for all layers
-            if self._sent is None or self._sent[0] is not scale:
-                lane = self.outward
-                lane.after(self.compute.mark())
-                with lane.active():
-                    self._sent = scale, lane.uses(scale).to("cpu", non_blocking=True), lane.mark()  # in pinned memory
-            scale, mark = self._sent[1:]
-        given = Update(grads, layer.spans(rules), (layer.arrived, mark), not layer.absent, scale)
-        layer.version += bool(given.spans)
-        copied = layer.travels and layer.waiting is None
+        elif scale is not None and scale.is_cuda:
+            scale, mark = self._on_host(scale)
+        pending = Update(given, layer.count_update(rules), (grads.arrived, mark), not grads.absent, scale)
+        layer.version += bool(pending.spans)
+        copied = layer.travels and grads.pieces is None
         if not copied and not layer.state.keys() & {"master", "low"}:
-            layer.scale = None  # this update multiplies the gradients themselves
+            grads.scale = None  # this update multiplies the gradients themselves
         if layer.travels:
-            layer.update = given
+            layer.update = pending
             return
         if layer.slot.holds is layer:
             layer.slot.holds = None  # stale from here on
-        self.thread.submit(layer.index, partial(self._update_on_host, layer, given, self.engine.trace), *given.known)
+        job = partial(self._update_on_host, layer, pending, self.engine.trace)
+        self.thread.submit(layer.index, job, *pending.known)
         if not self.engine.overlap:
             self.thread.wait(layer.index)
 
-    def _update_on_host(self, layer: HostLayer, given: Update, trace: NoTrace) -> None:
+    def _on_host(self, scale: Tensor) -> tuple[Tensor, Mark]:
+        """The gradients' factor in pinned memory, and the mark when it is there; sent once for all layers."""
+        if self._sent is None or self._sent[0] is not scale:
+            lane = self.outward
+            lane.after(self.compute.mark())
+            with lane.active():
+                self._sent = scale, lane.uses(scale).to("cpu", non_blocking=True), lane.mark()
+        return self._sent[1:]
+
+    def _update_on_host(self, layer: HostLayer, pending: Update, trace: NoTrace) -> None:
         """On the update thread, once the gradients have arrived."""
         with trace.span("update", "update", layer.index, host=True):
-            for at, rule, count in given.spans:
+            for at, rule, count in pending.spans:
                 state = {key: flat[at] for key, flat in layer.state.items()}
-                update([layer.flat[at]], [given.grads[at]], [state], rule, count, given.scale, self._scratch)
+                update([layer.flat[at]], [pending.grads[at]], [state], rule, count, pending.scale, self._scratch)
 
-    def _begin_update(self, layer: HostLayer) -> Mark:
+    def _update_on_device(self, layer: HostLayer) -> Mark:
         """Queue the pending update on the device, onto the layer's slot if it holds this layer; returns the mark at
         which its gradients have been read. This takes the host a millisecond: not for all layers at once."""
-        given, slot = layer.update, layer.slot
+        pending, slot = layer.update, layer.slot
         with uninterrupted():
             if slot.holds is layer:
                 self.thread.wait(layer.index)
-                known = (*given.known, slot.freed, slot.filled)
-                given = given._replace(known=known, onto=slot.flat, there=self._read_slots)
-            *_, (layer.arrived, updated) = self.travel.by_piece(layer, given)
+                known = (*pending.known, slot.freed, slot.filled)
+                pending = pending._replace(known=known, onto=slot.flat, there=self._read_slots)
+            *_, (layer.grads.arrived, updated) = self.travel.by_piece(layer, pending)
             layer.update = None
             if slot.holds is layer:
                 slot.filled = slot.freed = updated
-        return layer.arrived
+        return layer.grads.arrived
 
-    def finish(self, layer: HostLayer) -> None:
-        """Begin what is pending for the layer, and wait for the CPU's update if there is one."""
+    def finish_update(self, layer: HostLayer) -> None:
+        """Queue the layer's update if one is pending on the device; wait for the CPU's if there is one."""
         if layer.update is not None:
-            self._begin_update(layer)
+            self._update_on_device(layer)
         self.thread.wait(layer.index)
-
-    def settle(self, layer: HostLayer) -> None:
-        """As `finish`, and wait until a copy to the slot has read the host's weights. `left` may still be to come."""
-        self.finish(layer)
-        if layer.slot.holds is layer:
-            wait_for(layer.slot.filled)
 
     def drain(self) -> None:
         """Wait for all updates, and for weights on their way to the host."""
         for layer in self._order:
-            self.finish(layer)
+            layer.accept_writes()
+            self.finish_update(layer)
         for layer in self._order:
             wait_for(layer.left)
-            layer.follow()
+            layer.update_master()
 
     def device_tensors(self) -> list[Tensor]:
-        waiting = [piece for layer in self._order for piece in layer.waiting or ()]
-        pieces = [buffer for slot in self.travel.slots for buffer in slot.values()]
+        waiting = [piece for layer in self._order for piece in layer.grads.pieces or ()]
+        pieces = [buffer for room in self.travel.rooms for buffer in room.buffers.values()]
         return [*(slot.flat for slot in (*self.weights, *self.grads)), *waiting, *pieces]

@@ -54,22 +54,30 @@ class Traveller:
         return self.state | ({} if self.flat is None else {"weight": self.flat})
 
 
-class Travel:
-    """Lanes and device slots through which state travels.
+@dataclass
+class Room:
+    """Where one piece is while it is on the device."""
 
-    kinds   dtypes of what a piece holds, by key: state, "weight", and "grad" if gradients wait on the host
-    numel   elements of the largest traveller
+    buffers: dict[str, Tensor]  # flat, by key
+    left: Mark = None  # when the piece has left
+
+
+class Travel:
+    """Lanes and device buffers through which state travels.
+
+    dtypes   of what a piece holds, by key: state, "weight", and "grad" if gradients wait on the host
+    numel    elements of the largest traveller
     """
 
-    def __init__(self, engine: "Engine", kinds: dict[str, torch.dtype], numel: int) -> None:
+    def __init__(self, engine: "Engine", dtypes: dict[str, torch.dtype], numel: int) -> None:
         self._engine, device, overlap = engine, engine.device, engine.overlap
         self._size = max(1, min(PIECE, numel))  # elements of a piece, at most
         inward, updates, outward = Lane(device, overlap), Lane(device, overlap, urgent=True), Lane(device, overlap)
         self.lanes = inward, updates, outward
-        count = slots_for(sum(dtype.itemsize for dtype in kinds.values())) if kinds else 0
+        count = slots_for(sum(dtype.itemsize for dtype in dtypes.values())) if dtypes else 0
         zeros = partial(torch.zeros, self._size, device=device)
-        self.slots = [{key: zeros(dtype=dtype) for key, dtype in kinds.items()} for _ in range(count)]
-        self._turns = cycle([[slot, None] for slot in self.slots])  # with the marks at which their content has left
+        self.rooms = [Room({key: zeros(dtype=dtype) for key, dtype in dtypes.items()}) for _ in range(count)]
+        self._turns = cycle(self.rooms)
         self._scratch = Scratch()
 
     def cut(self, flat: Tensor) -> list[Tensor]:
@@ -79,7 +87,7 @@ class Travel:
         return [piece for block in blocks for piece in block.clone().split(self._size)]
 
     def pieces(self, numel: int) -> list[slice]:
-        """So many elements in pieces for which a slot has room."""
+        """So many elements in pieces for which there is room."""
         return [slice(start, min(start + self._size, numel)) for start in range(0, numel, self._size)]
 
     def by_piece(self, traveller: Traveller, given: Update, together: int = TOGETHER) -> Iterator[tuple[Mark, Mark]]:
@@ -89,7 +97,7 @@ class Travel:
         given = given._replace(there=given.there or traveller.flat is None)
         rebuilt = given.there or ("master" in traveller.state and given.whole)
         waited = isinstance(given.grads, list)
-        come_too = not waited and not given.grads.is_cuda and "grad" in self.slots[0]
+        come_too = not waited and not given.grads.is_cuda and "grad" in self.rooms[0].buffers
         inward.after(traveller.left, *(given.known if come_too else ()))
         lane.after(*given.known)
         if given.scale is not None:
@@ -97,44 +105,44 @@ class Travel:
         whole = traveller.on_host()
         pieces = self.pieces(len(next(iter(whole.values()))))
         for start in range(0, len(pieces), together):
-            few, underway, marks = pieces[start : start + together], [], []
+            underway, marks = [], []
             with inward.active():
-                for at in few:
+                for at in pieces[start : start + together]:
                     home = {key: flat[at] for key, flat in whole.items()}
                     come = {key: flat for key, flat in home.items() if key != "weight" or not rebuilt}
                     come |= {"grad": given.grads[at]} if come_too else {}
-                    turn = next(self._turns)
-                    slot = {key: buffer[: at.stop - at.start] for key, buffer in turn[0].items()}
-                    inward.after(turn[1])
+                    room = next(self._turns)
+                    here = {key: buffer[: at.stop - at.start] for key, buffer in room.buffers.items()}
+                    inward.after(room.left)
                     with self._engine.trace.span("in", "state", traveller.index):
-                        torch._foreach_copy_([slot[key] for key in come], list(come.values()), non_blocking=True)
-                    underway.append((at, home, slot, turn, inward.mark()))
+                        torch._foreach_copy_([here[key] for key in come], list(come.values()), non_blocking=True)
+                    underway.append((at, home, here, room, inward.mark()))
             with lane.active():
-                for number, (at, home, slot, _, arrived) in enumerate(underway, start):
+                for number, (at, home, here, _, arrived) in enumerate(underway, start):
                     lane.after(arrived)
                     with self._engine.trace.span("update", "device update", traveller.index):
-                        grad = slot["grad"] if come_too else given.grads[number if waited else at]
-                        self._update(at, slot, home.keys(), grad, given)
+                        grad = here["grad"] if come_too else given.grads[number if waited else at]
+                        self._update(at, here, home.keys(), grad, given)
                     marks.append(lane.mark())
             with outward.active():
-                for (_, home, slot, turn, _), mark in zip(underway, marks, strict=True):
+                for (_, home, here, room, _), mark in zip(underway, marks, strict=True):
                     outward.after(mark)
                     with self._engine.trace.span("out", "state", traveller.index):
-                        torch._foreach_copy_(list(home.values()), [slot[key] for key in home], non_blocking=True)
-                    turn[1] = outward.mark()
+                        torch._foreach_copy_(list(home.values()), [here[key] for key in home], non_blocking=True)
+                    room.left = outward.mark()
             traveller.left = outward.mark()
             yield (inward.mark() if come_too else marks[-1]), marks[-1]
 
-    def _update(self, at: slice, slot: dict[str, Tensor], keys: Set[str], grad: Tensor, given: Update) -> None:
-        """Update a piece's weights, in `onto` if they are there, else in the slot; then copy them where else needed."""
+    def _update(self, at: slice, here: dict[str, Tensor], keys: Set[str], grad: Tensor, given: Update) -> None:
+        """Update a piece's weights, in `onto` if they are there, else `here`; then copy them where else needed."""
         onto = None if given.onto is None else given.onto[at]
-        weight = onto if given.there else slot["weight"]
+        weight = onto if given.there else here["weight"]
         for whole, rule, count in given.spans:
             own = slice(max(whole.start, at.start) - at.start, min(whole.stop, at.stop) - at.start)
             if own.start < own.stop:
-                state = {key: slot[key][own] for key in keys if key != "weight"}
+                state = {key: here[key][own] for key in keys if key != "weight"}
                 update([weight[own]], [grad[own]], [state], rule, count, given.scale, self._scratch)
         if given.there and "weight" in keys:
-            slot["weight"].copy_(weight)
+            here["weight"].copy_(weight)
         elif not given.there and onto is not None:
             onto.copy_(weight)

@@ -19,7 +19,7 @@ from t1lib.heads.kernels import FMA, triton
 from t1lib.optimizers import Precision, Rule
 
 DEVICE_PIECE = 1 << 25  # values that a device updates at a time: enough to keep it busy, few to hold in float32
-PIECE = 1 << 17  # values that each core of the host updates at a time: their float32 state stays in its caches
+HOST_PIECE = 1 << 17  # values that each core of the host updates at a time: their float32 state stays in its caches
 BLOCK = 1024  # values of a program of the kernel
 
 State = dict[str, Tensor]
@@ -38,7 +38,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["count"])
     def adamw_kernel(
-        weight, grad, first, second, master, low, scale, numel, count, sign, rate, corrected_rate, correction, decay,
+        weight, grad, mean, square, master, low, scale, numel, count, sign, rate, corrected_rate, correction, decay,
         beta1, rest1, beta2, rest2, eps, NARROW: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -47,7 +47,7 @@ if triton is not None:
         if scale is not None:  # rounded, as clipping in place rounds it
             g = (g * tl.load(scale).to(tl.float32)).to(grad.dtype.element_ty).to(tl.float32)
         g *= sign
-        m, v = tl.load(first + at, inside, 0), tl.load(second + at, inside, 0)
+        m, v = tl.load(mean + at, inside, 0), tl.load(square + at, inside, 0)
         if NARROW:
             m, v = _widened(m), _widened(v)
         if low is None:
@@ -62,11 +62,11 @@ if triton is not None:
         p = p * (1.0 - rate * decay) - tl.div_rn(corrected_rate * m, spread)
         if NARROW:
             noise = tl.randint(count, at)
-            tl.store(first + at, _chance(m, noise & 0xFFFF), inside)
-            tl.store(second + at, _chance(v, (noise >> 16) & 0xFFFF), inside)
+            tl.store(mean + at, _chance(m, noise & 0xFFFF), inside)
+            tl.store(square + at, _chance(v, (noise >> 16) & 0xFFFF), inside)
         else:
-            tl.store(first + at, m, inside)
-            tl.store(second + at, v, inside)
+            tl.store(mean + at, m, inside)
+            tl.store(square + at, v, inside)
         if low is None:
             tl.store(master + at, p, inside)
             tl.store(weight + at, p.to(weight.dtype.element_ty), inside)
@@ -88,17 +88,17 @@ def adamw_(weight: Tensor, grad: Tensor, state: State, rule: Rule, count: int, s
     count   updates so far, including this one
     scale   factor of the gradient, (), on the device
     """
-    first, second = state["exp_avg"], state["exp_avg_sq"]
-    narrow = first.dtype == torch.bfloat16
+    mean, square = state["exp_avg"], state["exp_avg_sq"]
+    narrow = mean.dtype == torch.bfloat16
     if narrow:
-        first, second = first.view(torch.int16), second.view(torch.int16)
+        mean, square = mean.view(torch.int16), square.view(torch.int16)
     low = state.get("low")
     weight = weight if low is None else weight.view(torch.int16)
     beta1, beta2 = rule["betas"]
     correction1, correction2 = 1 - beta1**count, 1 - beta2**count
     with torch.cuda.device_of(weight):
         adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
-            weight, grad, first, second, state.get("master"), low, scale, weight.numel(), count,
+            weight, grad, mean, square, state.get("master"), low, scale, weight.numel(), count,
             -1.0 if rule["maximize"] else 1.0, rule["lr"], rule["lr"] / correction1, math.sqrt(correction2),
             rule["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, rule["eps"], narrow, BLOCK, **FMA,
         )  # fmt: skip
@@ -197,14 +197,14 @@ def _torchs(
     # On the CPU, PyTorch's fused SGD (2.11, 2.13) leaves 16-bit tensors of 32 or more elements unchanged.
     if any(w.dtype.itemsize == 2 and w.device.type == "cpu" for w in weights):
         common["fused"] = False
-    first = count == 1  # then PyTorch makes the buffer of the gradient, without dampening
-    buffers = [None if first else s.get("momentum_buffer") for s in states]
+    fresh = count == 1  # then PyTorch makes the buffer of the gradient, without dampening
+    buffers = [None if fresh else s.get("momentum_buffer") for s in states]
     sgd(
         weights, grads, buffers, momentum=rule["momentum"], dampening=rule["dampening"], nesterov=rule["nesterov"],
         **common,
     )  # fmt: skip
     for state, buffer in zip(states, buffers, strict=True):
-        if first and buffer is not None:
+        if fresh and buffer is not None:
             state["momentum_buffer"].copy_(buffer)
 
 
@@ -216,7 +216,7 @@ def _wide(
     if "betas" in rule and weight.is_cuda and triton is not None:
         adamw_(weight, grad, flat, rule, count, scale)
         return
-    size = PIECE * torch.get_num_threads() if weight.device.type == "cpu" else DEVICE_PIECE
+    size = HOST_PIECE * torch.get_num_threads() if weight.device.type == "cpu" else DEVICE_PIECE
     for start in range(0, weight.numel(), size):
         piece = slice(start, start + size)
         part = {k: v[piece] for k, v in flat.items()}
@@ -244,7 +244,7 @@ def norms_of(grads: Sequence[Tensor], exact: bool) -> list[Tensor]:
     if exact or not grads or grads[0].device.type != "cpu":
         return list(torch._foreach_norm(list(grads), 2, dtype=wide[0])) if grads else []
     for grad, dtype in zip(grads, wide, strict=True):  # on all cores: PyTorch's own norm uses one
-        pieces = (piece.to(dtype) for piece in grad.reshape(-1).split(PIECE * torch.get_num_threads()))
+        pieces = (piece.to(dtype) for piece in grad.reshape(-1).split(HOST_PIECE * torch.get_num_threads()))
         found.append(torch.stack([torch.dot(piece, piece) for piece in pieces]).sum().sqrt())
     return found
 

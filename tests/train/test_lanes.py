@@ -49,4 +49,4 @@ def test_nobody_waits_for_a_job_that_never_ends():
     thread.close()
     with pytest.raises(RuntimeError, match="after shutdown"):
         thread.submit(1, lambda: None)
-    assert 1 not in thread._jobs
+    assert 1 not in thread._last

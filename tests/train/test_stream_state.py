@@ -22,11 +22,12 @@ from refusals import refused
 from stream_cases import assert_same_state, assert_same_weights, going_on, six_steps, streaming, weights
 from stream_loops import adamw, grouped, model_loss, own_clip, sgd, train
 from stream_models import blocks, data, llama, qwen3
-from torch import nn
+from torch import Tensor, nn
 
 from t1lib.errors import T1Error
 from t1lib.plan.cost import Choice
 from t1lib.train import activations, stream
+from t1lib.train.schedule import Schedule
 from t1lib.train.travel import Travel
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
@@ -238,6 +239,55 @@ def test_a_gradient_in_another_layout_is_copied_before_the_update_may_read_it(mo
         own.step()
         own.drain()
     assert seen and all(seen)
+
+
+def test_of_a_layers_gradients_on_the_device_only_the_latest_count():
+    """Its earlier ones, set to None unseen, waited there; then a forward sends later ones to the host."""
+
+    def two_backwards(model: nn.Module) -> dict[str, Tensor]:
+        losses = [model_loss(model, batch) for batch in BATCHES[:2]]
+        losses[0].backward()
+        for param in model.blocks[1].parameters():
+            param.grad = None
+        with torch.no_grad():
+            model.blocks[0](torch.zeros(1, 4, 32))
+        losses[1].backward()
+        return {name: param.grad.clone() for name, param in model.named_parameters()}
+
+    with streaming(blocks(), choice=Choice(grads="device")) as (streamed, _):
+        found = two_backwards(streamed)
+    expected = two_backwards(blocks())
+    assert [name for name, grad in expected.items() if not torch.equal(grad, found[name])] == []
+
+
+def test_an_interrupt_before_an_update_leaves_no_stale_weights(monkeypatch):
+    """Layer 2 already counts as on the device when its update fails to begin; then it is called alone."""
+    plain, update = blocks(), Schedule._update_on_device
+    train(plain, adamw(plain), BATCHES[:1])
+
+    def interrupted(self, layer):
+        if layer.index == 2:
+            raise KeyboardInterrupt
+        return update(self, layer)
+
+    with streaming(blocks()) as (streamed, own), torch.no_grad():
+        with torch.enable_grad():
+            train(streamed, own, BATCHES[:1])
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Schedule, "_update_on_device", interrupted)
+            model_loss(streamed, BATCHES[1])
+        hidden = torch.randn(1, 4, 32)
+        assert torch.equal(streamed.blocks[2](hidden), plain.blocks[2](hidden))
+
+
+def test_an_evaluation_sends_no_layer_twice(monkeypatch):
+    """Three layers in two slots: the second stays; the first and the third take turns in the other slot."""
+    copied, copy_in = [], Schedule._copy_in
+    with streaming(blocks(layers=3)) as (streamed, _), torch.no_grad():
+        model_loss(streamed, BATCHES[0])
+        monkeypatch.setattr(Schedule, "_copy_in", lambda *given: copied.append(given[1].index) or copy_in(*given))
+        model_loss(streamed, BATCHES[0])
+    assert copied == [2, 0]
 
 
 @contextmanager
