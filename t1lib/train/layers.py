@@ -258,7 +258,8 @@ class HostLayer(Traveller):
 
     def count_update(self, rules: list[Rule]) -> list[Span]:
         """What the next update covers: parameters that have a gradient, with the rules of their groups. Adds 1 to their
-        counts. On a GPU neighbours of one rule and count are joined; on a CPU each is alone, as PyTorch updates it."""
+        counts and to the weights' version. On a GPU neighbours of one rule and count are joined; on a CPU each is
+        alone, as PyTorch updates it."""
         found: list[Span] = []
         for name, group in self.groups.items():
             if name in self.grads.absent:
@@ -269,6 +270,7 @@ class HostLayer(Traveller):
             if near and self.device.type == "cuda":
                 at = slice(found.pop().at.start, at.stop)
             found.append(Span(at, rule, count))
+        self.version += bool(found)
         return found
 
     def visit(self) -> None:

@@ -149,8 +149,10 @@ class Passes:
         require(self.engine.passes is self, gone)
         schedule, found, replayed = self._schedule, [], False
         held = schedule.layers.get(index)
-        late = held is not None and not schedule.in_backward and held.version != saved.version
-        require(not late, f"a backward through layer {index}, which step() has updated since that forward")
+        # With updates in the backward, `bind_gradients` refuses a second one before step(), in clearer words.
+        twice = schedule.in_backward and held is not None and held.grads.backward is not None
+        late = held is not None and held.version != saved.version and not twice
+        require(not late, f"a backward through layer {index}, which has been updated since that forward")
         if self._outer is not None:
             self._outer.backward_begins(index)
         schedule.bind(index, backward=True)

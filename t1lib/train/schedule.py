@@ -270,7 +270,6 @@ class Schedule:
         elif scale is not None and scale.is_cuda:
             scale, mark = self._on_host(scale)
         pending = Update(given, layer.count_update(rules), (grads.arrived, mark), not grads.absent, scale)
-        layer.version += bool(pending.spans)
         copied = layer.travels and grads.pieces is None
         if not copied and not layer.state.keys() & {"master", "low"}:
             grads.scale = None  # this update multiplies the gradients themselves

@@ -288,7 +288,10 @@ ONGOING: dict[str, tuple] = {
     "in forward mode": during(partial(within, forward_ad.dual_level), "forward-mode"),
     "parametrizations that are cached": during(partial(within, parametrize.cached), "parametrize.cached()"),
     "a backward in another mode": during(lambda m, o: (loss := first_loss(m), m.eval(), loss.backward()), "mode"),
-    "a backward after a step": during(late_backward, "which step() has updated"),
+    "a backward after a step": during(late_backward, "has been updated since"),
+    "a backward after a step, at once": at_once(late_backward, "has been updated since"),
+    "the same, without state": at_once(late_backward, "has been updated since", make=partial(sgd, momentum=0.0)),
+    "the same, by the CPU": at_once(late_backward, "has been updated since", choice=Choice(host_share=1.0)),
     "a backward after closing": during(closed_in_between, "close()", choice=Choice(outer="host")),
     "a second backward": during(lambda m, o: (loss := first_loss(m)).backward(retain_graph=True) or loss.backward()),
     "accumulated, announced otherwise": during(
