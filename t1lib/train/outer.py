@@ -10,7 +10,6 @@ in the layers' backward, when memory is tightest; the update rebuilds them from 
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from itertools import cycle, islice
@@ -24,7 +23,7 @@ from t1lib.plan.cost import GATHERED, PIECE, ROWS
 from t1lib.train.lanes import Mark, uninterrupted, wait_for
 from t1lib.train.layers import Streamed, unwatched
 from t1lib.train.resident import ResidentOptimizer, version_of
-from t1lib.train.travel import Span, Traveller, Update
+from t1lib.train.travel import Room, Span, Traveller, Update
 from t1lib.train.update import Scratch, follow, update
 
 if TYPE_CHECKING:
@@ -82,14 +81,6 @@ class OuterParam(Traveller):
             few.copy_(values)
 
 
-@dataclass
-class Gathered:
-    """Pinned buffers through which the host sends the state of an embedding's rows."""
-
-    rows: dict[str, Tensor]  # (`ROWS`, D), by key
-    left: Mark = None  # when the device has them
-
-
 class Outer:
     """Updates `params`, an engine's matrices outside the layers. The engine puts `look_up` in place of the forward of
     `embed`, the first embedding among them."""
@@ -113,7 +104,7 @@ class Outer:
             most, width = min(ROWS, len(embed.weight)), embed.weight.shape[1]
             zeros = partial(pinned_zeros, most * width, device=self._schedule.device)
             rows = [{k: zeros(v.dtype).view(most, width) for k, v in self._host.items()} for _ in range(GATHERED)]
-            self._turns = cycle(map(Gathered, rows))
+            self._turns = cycle(map(Room, rows))
 
     @unwatched
     def forward_done(self, index: int) -> None:
@@ -181,7 +172,7 @@ class Outer:
         for few, which in zip(rows.split(ROWS), there.split(ROWS), strict=True):
             turn = next(self._turns)
             wait_for(turn.left)
-            pinned = {key: buffer[: len(few)] for key, buffer in turn.rows.items()}
+            pinned = {key: buffer[: len(few)] for key, buffer in turn.buffers.items()}
             for key, buffer in pinned.items():
                 torch.index_select(self._host[key], 0, few, out=buffer)
             sent = {key: buffer.to(there.device, non_blocking=True, copy=True) for key, buffer in pinned.items()}

@@ -56,10 +56,10 @@ class Traveller:
 
 @dataclass
 class Room:
-    """Where one piece is while it is on the device."""
+    """Buffers for a part of what travels, by key: a piece on the device, flat, or gathered rows on the host."""
 
-    buffers: dict[str, Tensor]  # flat, by key
-    left: Mark = None  # when the piece has left
+    buffers: dict[str, Tensor]
+    left: Mark = None  # when that has left
 
 
 class Travel:
