@@ -135,7 +135,8 @@ def _check(known: Mapping[str, Parameter], values: Values, where: str, profile: 
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-4` as a number, as YAML 1.2 does, and refuses a mapping that has a name twice."""
+    """Reads numbers as YAML 1.2 does, in which `1e-4` is one, `010` is ten, and `1:30` is text (for YAML 1.1, of which
+    PyYAML is, text, eight and ninety), and refuses a mapping that has a name twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
@@ -144,9 +145,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
-)
+def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int | str:
+    text = loader.construct_scalar(node)
+    prefixed = re.match("[-+]?0[xb]", text)  # in base 16 or 2
+    return text if ":" in text else int(text.replace("_", ""), 0 if prefixed else 10)
+
+
+for _kind, _form in (("int", r"[-+]?\d+$"), ("float", r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_form), list("-+0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
 def read_yaml(path: Path) -> Any:
