@@ -239,24 +239,32 @@ class Live:
         return len(self._namespace.get("In", [])), {name: self._namespace.get(name) for name in self._values}
 
     def _load(self) -> Values:
+        """Read and check the variables, and set those that the profile sets."""
         known, namespace = self._declared(), self._namespace
         missing = [name for name in known if name not in namespace]
         require(not missing, f"{', '.join(missing)} not set; run the cell tagged `parameters` first")
         values = _check(known, {name: namespace[name] for name in known}, "the notebook")
-        profile = choose("profile", values["profile"], profiles())
-        given, injected = _read_profile(self._experiment, profile, known), self._injected()
-        base = {name: parameter.default for name, parameter in known.items()}
-        if paths.params_file(BASE, self._experiment).is_file():
-            base |= _read_profile(self._experiment, BASE, known)
-        loaded = {n: value for n, value in given.items() if n not in injected and base[n] == values[n] != value}
+        loaded, kept = self._by_profile(choose("profile", values["profile"], profiles()), values, known)
         self._allow(values | loaded)
-        kept = {n: values[n] for n in given if n not in injected and n not in loaded and values[n] != given[n]}
-        file = paths.shown(paths.params_file(profile, self._experiment))
+        file = paths.shown(paths.params_file(values["profile"], self._experiment))
         for what, chosen in ((f"{file} sets", loaded), (f"the notebook's own, not as {file} has it:", kept)):
             if chosen:
                 print(what, ", ".join(f"{name}={value!r}" for name, value in chosen.items()))
         namespace |= loaded
         return values | loaded
+
+    def _by_profile(self, profile: str, values: Values, known: Mapping[str, Parameter]) -> tuple[Values, Values]:
+        """What the profile sets, and the variables that stay as the user has set them, though it has other values."""
+        given, injected = _read_profile(self._experiment, profile, known), self._injected()
+        base, loaded, kept = {name: parameter.default for name, parameter in known.items()}, {}, {}
+        if paths.params_file(BASE, self._experiment).is_file():
+            base |= _read_profile(self._experiment, BASE, known)
+        for name, value in given.items():
+            if name not in injected and values[name] == base[name] != value:
+                loaded[name] = value
+            elif name not in injected and values[name] != value:
+                kept[name] = values[name]
+        return loaded, kept
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # such as the methods that copy and pickle look for
