@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
@@ -134,9 +134,21 @@ def _check(known: Mapping[str, Parameter], values: Values, where: str, profile: 
     return checked
 
 
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+
+
 class _Loader(yaml.SafeLoader):
-    """Reads numbers as YAML 1.2 does, in which `1e-4` is one, `010` is ten, and `1:30` is text (for YAML 1.1, of which
-    PyYAML is, text, eight and ninety), and refuses a mapping that has a name twice."""
+    """Reads numbers as YAML 1.2 has them: `010` is ten, `1e-4` a number, `1:30` a text (in YAML 1.1, which PyYAML
+    reads: eight, a text, ninety). Refuses a mapping that has a name twice."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, form) for tag, form in forms if tag not in (_INT, _FLOAT)]
+        for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_whole(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node)
+        return int(text.replace("_", ""), 16 if "x" in text else 10)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
@@ -145,15 +157,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int | str:
-    text = loader.construct_scalar(node)
-    prefixed = re.match("[-+]?0[xb]", text)  # in base 16 or 2
-    return text if ":" in text else int(text.replace("_", ""), 0 if prefixed else 10)
-
-
-for _kind, _form in (("int", r"[-+]?\d+$"), ("float", r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_form), list("-+0123456789"))
-_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+_Loader.add_constructor(_INT, _Loader.construct_whole)
+for _tag, _form in (
+    (_INT, r"[-+]?(0x[\da-fA-F]+|\d[\d_]*)$"),
+    (_FLOAT, r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
+):
+    _Loader.add_implicit_resolver(_tag, re.compile(_form), list("-+.0123456789"))
 
 
 def read_yaml(path: Path) -> Any:

@@ -46,7 +46,7 @@ def test_defaults_then_profile_then_command_line_in_the_declared_type(checkout):
         ("int", "3", "0x10", 16),
         ("int", "3", "1_000", 1000),
         ("list[int]", "[1]", "[010, 0]", [10, 0]),
-        ("list[str]", '["a"]', "[1e5ab, 1:30]", ["1e5ab", "1:30"]),
+        ("list[str]", '["a"]', "[1e5ab, 1:30, 0b1]", ["1e5ab", "1:30", "0b1"]),
         ("bool", "False", "true", True),
         ("str", '"a"', "3", "3"),
         ("list[float]", "[]", "[1e-4, 2]", [1e-4, 2.0]),
