@@ -26,44 +26,33 @@ _WRAPPERS |= dict.fromkeys((MethodType, staticmethod, classmethod), "__func__")
 
 
 class Origin(NamedTuple):
-    """Where a variable's value is from: the cell (its key) that made it, and the version that this made."""
+    """Where a variable's value is from."""
 
-    maker: str
+    maker: str  # the cell's key
     version: int
 
 
 class Cause(NamedTuple):
-    """Why a cell's results are out of date: the cell (its key) to be run again first, and the reason."""
+    """Why a cell's results are out of date."""
 
-    first: str
+    first: str  # key of the cell to run again first
     why: str
 
 
 @dataclass
 class Cell:
-    """One execution of a cell.
+    """One execution of a cell."""
 
-    run       its number among all executions: the version of what it makes
-    title     how errors name it: with the number of the execution, as several cells may begin with the same line
-    reads     variable → its origin; a cell's records are one variable
-    made      variable → version: an earlier execution's if its value is the same
-    fault     why it has to be run again, whatever it reads
-    rows      recorded in this execution
-    drawn     names of the figures, tables and numbers that it made
-    measured  whether it has recorded anything, now or in an earlier execution
-    drew      likewise, drawn
-    """
-
-    run: int
-    title: str
-    measured: bool = False
-    drew: bool = False
-    fault: str = ""
-    reads: dict[str, Origin] = field(default_factory=dict)
-    made: dict[str, int] = field(default_factory=dict)
-    parameters: dict[str, Any] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
-    drawn: set[str] = field(default_factory=set)
+    run: int  # its number among all executions; the version of what it makes
+    title: str  # how errors name it: with its number in the frontend, as several cells may begin with the same line
+    measured: bool = False  # whether it has recorded anything, now or in an earlier execution
+    drew: bool = False  # likewise, drawn
+    fault: str = ""  # why it has to be run again, whatever it has read
+    reads: dict[str, Origin] = field(default_factory=dict)  # by variable; a cell's records are one
+    made: dict[str, int] = field(default_factory=dict)  # variable → version: an earlier one's if the value is the same
+    parameters: dict[str, Any] = field(default_factory=dict)  # that it has read, with their values
+    rows: list[Row] = field(default_factory=list)  # that it has recorded
+    drawn: set[str] = field(default_factory=set)  # names of the figures, tables and numbers that it has made
 
     @property
     def records(self) -> str:
