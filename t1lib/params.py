@@ -138,17 +138,14 @@ _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads numbers as YAML 1.2 has them: `010` is ten, `1e-4` a number, `1:30` a text (in YAML 1.1, which PyYAML
-    reads: eight, a text, ninety). Refuses a mapping that has a name twice."""
+    """Reads `1e-4` as a number, as YAML 1.2 does, and `010` and `1:30` as texts, which no number is: in YAML 1.1, which
+    PyYAML and papermill read, they are eight and ninety, in YAML 1.2 ten and a text. Refuses a name twice in a
+    mapping."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, form) for tag, form in forms if tag not in (_INT, _FLOAT)]
         for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-    def construct_whole(self, node: yaml.ScalarNode) -> int:
-        text = self.construct_scalar(node)
-        return int(text.replace("_", ""), 16 if "x" in text else 10)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
@@ -157,10 +154,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_constructor(_INT, _Loader.construct_whole)
 for _tag, _form in (
-    (_INT, r"[-+]?(0x[\da-fA-F]+|\d[\d_]*)$"),
-    (_FLOAT, r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
+    (_INT, r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+)$"),
+    (_FLOAT, r"[-+]?(\d[\d_]*\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
 ):
     _Loader.add_implicit_resolver(_tag, re.compile(_form), list("-+.0123456789"))
 
