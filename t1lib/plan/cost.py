@@ -132,14 +132,14 @@ class _OnDevice:
 
     def __init__(self, work: Work, choice: Choice) -> None:
         self.work, self.choice = work, choice
-        self.resident, self.streamed = trained_layers(work, choice)
+        self.trained_resident, self.trained_streamed = trained_layers(work, choice)
         self.recomputed, self.graphed = work.layers - choice.keep, graphed_layers(work, choice)  # layers
         self.weights = work.layer * work.itemsize  # of a layer; its gradients take as much
         self.outer = work.outer * work.itemsize  # weights outside the layers; their gradients take as much
         self.hidden = work.live * work.hidden * work.itemsize  # a layer's input
         # Gradients. Those of resident layers are held throughout only to accumulate. Else a step frees them, and all
         # exist only at the end of a backward.
-        self.resident_grads = self.resident * self.weights
+        self.resident_grads = self.trained_resident * self.weights
         self.summed = self.resident_grads * (work.accumulates if work.streams else work.pieces > 1)
         self.waiting_grads = waiting_layers(work, choice) * self.weights  # until the next forward
         self.head_grads = min(work.head * work.itemsize, self.outer)  # those that the output layer makes
@@ -149,8 +149,8 @@ class _OnDevice:
         inputs = np.minimum(LEAVING, self.recomputed) if choice.inputs == "host" else self.recomputed
         self.inputs = inputs * self.hidden  # of recomputed layers, when the forward ends
         self.saved = choice.keep * (work.live * work.saved + self.hidden * work.streams) + self.inputs
-        # What a layer's backward holds beside what it saved, and with it, if it recomputes first. What the replays of
-        # graphs use counts only as reserved.
+        # What a layer's backward holds beside its saved activations; and with them, where it is recomputed. What the
+        # replays of graphs use counts only as reserved.
         self.beside = BACKWARD * work.micro_tokens * work.inner * work.itemsize
         self.again = (self.beside + work.micro_tokens * work.saved * (self.recomputed > 0)) * (self.graphed == 0)
         # When all gradients that wait are there, so are the inputs of the resident layers that come first.
@@ -160,13 +160,13 @@ class _OnDevice:
     def throughout(self) -> Any:
         """What no phase frees: weights and state on the device, buffers, and two tensors of the hidden states' size."""
         work, choice = self.work, self.choice
-        layers = choice.resident * self.weights + self.resident * work.layer * work.state + work.aside
+        layers = choice.resident * self.weights + self.trained_resident * work.layer * work.state + work.aside
         outside = self.outer + work.still * work.itemsize + work.outer * work.state * (choice.outer == "device")
-        slots = choice.slots * (choice.resident < work.layers) + choice.grad_slots * (self.streamed > 0)
+        slots = choice.slots * (choice.resident < work.layers) + choice.grad_slots * (self.trained_streamed > 0)
         pieces = 0  # of state that travels, with weights and gradients
         if work.cuda and work.streams and (work.state > 0 or work.together):
             each = work.state + (1 + work.together) * work.itemsize
-            travels = (self.streamed > 0) & (choice.host_share < 1) | (choice.outer == "host")
+            travels = (self.trained_streamed > 0) & (choice.host_share < 1) | (choice.outer == "host")
             pieces = min(PIECE, work.layer) * slots_for(each) * each * travels
         # Inputs and output of the layers' graphs, and cuBLAS's workspaces.
         graphs = (3 * work.micro_tokens * work.hidden * work.itemsize + SLACK) * (self.graphed > 0)
