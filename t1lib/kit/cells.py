@@ -146,7 +146,8 @@ class Cells:
             if name in cell.drawn and key != self.running_key:
                 told = f"{name!r} is made by another cell, too, `{cell.title}`"
                 both = {key, self.running_key} <= {*self.saved()}
-                require(not both, f"{told}; give one of them another name, or run that cell again if you changed it")
+                mend = "give one of them another name, run that cell again, or save the notebook without it"
+                require(not both, f"{told}; {mend}")
                 cell.drawn.remove(name)
         self.running.drawn.add(name)
 
