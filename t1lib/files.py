@@ -122,6 +122,11 @@ def held(folder: Path, kept: str, otherwise: str) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """Where tokenizers and rates of machines are kept: `T1_CACHE`, else t1kit in `XDG_CACHE_HOME` or ~/.cache."""
-    named = os.environ.get("T1_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t1kit"
+    """Where tokenizers and rates of machines are kept: `T1_CACHE`, else t1kit in `XDG_CACHE_HOME` or ~/.cache. Raises
+    `T1Error` if none of them is known."""
+    if named := os.environ.get("T1_CACHE"):
+        return Path(named)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t1kit"
+    except RuntimeError:
+        raise T1Error("this user has no home folder to keep a cache in; name one in T1_CACHE") from None

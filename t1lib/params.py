@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
@@ -134,8 +134,18 @@ def _check(known: Mapping[str, Parameter], values: Values, where: str, profile: 
     return checked
 
 
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+
+
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-4` as a number, as YAML 1.2 does, and refuses a mapping that has a name twice."""
+    """Reads `1e-4` as a number, as YAML 1.2 does, and `010` and `1:30` as texts, which no number is: in YAML 1.1, which
+    PyYAML and papermill read, they are eight and ninety, in YAML 1.2 ten and a text. Refuses a name twice in a
+    mapping."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, form) for tag, form in forms if tag not in (_INT, _FLOAT)]
+        for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
@@ -144,9 +154,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
-)
+for _tag, _form in (
+    (_INT, r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+)$"),
+    (_FLOAT, r"[-+]?(\d[\d_]*\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
+):
+    _Loader.add_implicit_resolver(_tag, re.compile(_form), list("-+.0123456789"))
 
 
 def read_yaml(path: Path) -> Any:
@@ -232,24 +244,32 @@ class Live:
         return len(self._namespace.get("In", [])), {name: self._namespace.get(name) for name in self._values}
 
     def _load(self) -> Values:
+        """Read and check the variables, and set those that the profile sets."""
         known, namespace = self._declared(), self._namespace
         missing = [name for name in known if name not in namespace]
         require(not missing, f"{', '.join(missing)} not set; run the cell tagged `parameters` first")
         values = _check(known, {name: namespace[name] for name in known}, "the notebook")
-        profile = choose("profile", values["profile"], profiles())
-        given, injected = _read_profile(self._experiment, profile, known), self._injected()
-        base = {name: parameter.default for name, parameter in known.items()}
-        if paths.params_file(BASE, self._experiment).is_file():
-            base |= _read_profile(self._experiment, BASE, known)
-        loaded = {n: value for n, value in given.items() if n not in injected and base[n] == values[n] != value}
+        loaded, kept = self._by_profile(choose("profile", values["profile"], profiles()), values, known)
         self._allow(values | loaded)
-        kept = {n: values[n] for n in given if n not in injected and n not in loaded and values[n] != given[n]}
-        file = paths.shown(paths.params_file(profile, self._experiment))
+        file = paths.shown(paths.params_file(values["profile"], self._experiment))
         for what, chosen in ((f"{file} sets", loaded), (f"the notebook's own, not as {file} has it:", kept)):
             if chosen:
                 print(what, ", ".join(f"{name}={value!r}" for name, value in chosen.items()))
         namespace |= loaded
         return values | loaded
+
+    def _by_profile(self, profile: str, values: Values, known: Mapping[str, Parameter]) -> tuple[Values, Values]:
+        """What the profile sets, and the variables that stay as the user has set them, though it has other values."""
+        given, injected = _read_profile(self._experiment, profile, known), self._injected()
+        base, loaded, kept = {name: parameter.default for name, parameter in known.items()}, {}, {}
+        if paths.params_file(BASE, self._experiment).is_file():
+            base |= _read_profile(self._experiment, BASE, known)
+        for name, value in given.items():
+            if name not in injected and values[name] == base[name] != value:
+                loaded[name] = value
+            elif name not in injected and values[name] != value:
+                kept[name] = values[name]
+        return loaded, kept
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # such as the methods that copy and pickle look for

@@ -1,11 +1,13 @@
 """Writing files and folders: afterwards they are complete or unchanged, and a failing disk gives a single error."""
 
+from pathlib import Path
+
 import pytest
 from copies import names
 from refusals import refused
 
 from t1lib.errors import T1Error
-from t1lib.files import read_signed, signed, whole, write_signed
+from t1lib.files import cache_folder, read_signed, signed, whole, write_signed
 
 
 def test_a_file_or_folder_is_as_it_was_until_the_new_one_is_whole(tmp_path):
@@ -34,3 +36,17 @@ def test_a_file_with_its_checksum_is_as_it_was_written_or_refused(tmp_path):
         refused(lambda: read_signed(path), "a.json is damaged")
     path.unlink()
     refused(lambda: read_signed(path), match=r"cannot read .*a\.json: No such file")
+
+
+def test_the_cache_needs_a_home_only_if_nothing_else_names_it(monkeypatch, tmp_path):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    for name in ("T1_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    refused(cache_folder, "this user has no home folder to keep a cache in; name one in T1_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "t1kit"
+    monkeypatch.setenv("T1_CACHE", str(tmp_path / "own"))
+    assert cache_folder() == tmp_path / "own"

@@ -190,6 +190,8 @@ def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(
     add(checkout, "1 / 0")
     before = manifest.read(folder)
     refused(draw, "ZeroDivisionError")
+    add(checkout, 'run.number("demo.last", 1)')
+    refused(draw, "'demo.last' is made by another cell, too, `run.number(\"demo.last\"")
     assert manifest.read(folder) == before and manifest.damage(folder) is None
     assert [path.name for path in folder.parent.iterdir()] == ["demo"]
     samples = folder / "samples.csv"

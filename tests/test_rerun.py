@@ -246,6 +246,30 @@ def test_a_cell_sees_what_those_above_it_recorded_and_all_may_run_again(checkout
     assert len(published(checkout)) == 5
 
 
+@pytest.mark.parametrize("ids", [True, False])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("figures/a", "from matplotlib.figure import Figure\n_ = run.figure('a', Figure())"),
+        ("tables/a", "_ = run.table('a', [])"),
+        ("demo.a", "run.number('demo.a', 1)"),
+    ],
+)
+def test_two_cells_of_a_notebook_do_not_make_the_same(checkout, kernel, name, make, ids):
+    """But one that is run again may, and one that replaces another: edited, where frontends give no ids, or moved."""
+    kernel.cells |= {"one": make, "other": f"# other\n{make}"}
+    save(checkout, kernel.cells)
+    assert kernel.run(*CELLS, "one", "one", ids=ids) == ""
+    told = f"T1Error: {name!r} is made by another cell, too, `[8] {make.splitlines()[0]}`; "
+    assert kernel.run("other", ids=ids).startswith(told)
+    assert kernel.run("one", ids=ids) == ""
+    del kernel.cells["one"]
+    save(checkout, kernel.cells)
+    assert kernel.run("other", "finish", ids=ids) == ""
+    kernel.edit("other", "# other", "# edited")
+    assert kernel.run("other", "finish", ids=ids) == ""
+
+
 def test_a_part_of_a_notebook_is_not_published(checkout, kernel):
     """Neither if a cell was left out, nor if one was interrupted before it recorded anything."""
     save(checkout, CELLS)

@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import CO_OPTIMIZED
-from itertools import chain
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
+from t1lib.errors import require
 from t1lib.measure.records import Row
 from t1lib.params import first_line
 
@@ -25,27 +25,39 @@ _WRAPPERS = {partial: "func", cached_property: "func", property: "fget"}  # type
 _WRAPPERS |= dict.fromkeys((MethodType, staticmethod, classmethod), "__func__")
 
 
+class Origin(NamedTuple):
+    """Where a variable's value is from."""
+
+    maker: str  # the cell's key
+    version: int
+
+
+class Cause(NamedTuple):
+    """Why a cell's results are out of date."""
+
+    first: str  # key of the cell to run again first
+    why: str
+
+
 @dataclass
 class Cell:
-    """One execution of a cell.
+    """One execution of a cell."""
 
-    measured  whether the cell has recorded anything, now or in an earlier execution; `drew`: likewise, drawn
-    title     how errors name it: with the number of the execution, as several cells may begin with the same line
-    reads     variable → (cell that made it, version); `made`: variable → version; a cell's records are one variable
-    rows      recorded in this execution; `drawn`: names of the figures, tables and numbers that it made
-    """
+    run: int  # its number among all executions; the version of what it makes
+    title: str  # how errors name it: with its number in the frontend, as several cells may begin with the same line
+    measured: bool = False  # whether it has recorded anything, now or in an earlier execution
+    drew: bool = False  # likewise, drawn
+    fault: str = ""  # why it has to be run again, whatever it has read
+    reads: dict[str, Origin] = field(default_factory=dict)  # by variable; a cell's records are one
+    made: dict[str, int] = field(default_factory=dict)  # variable → version: an earlier one's if the value is the same
+    parameters: dict[str, Any] = field(default_factory=dict)  # that it has read, with their values
+    rows: list[Row] = field(default_factory=list)  # that it has recorded
+    drawn: set[str] = field(default_factory=set)  # names of the figures, tables and numbers that it has made
 
-    run: int
-    measured: bool = False
-    drew: bool = False
-    title: str = ""
-    reads: dict[str, tuple[str, int]] = field(default_factory=dict)
-    made: dict[str, int] = field(default_factory=dict)
-    parameters: dict[str, Any] = field(default_factory=dict)
-    fault: str = ""
-    records = property(lambda self: f"what `{self.title}` recorded")
-    rows: list[Row] = field(default_factory=list)
-    drawn: set[str] = field(default_factory=set)
+    @property
+    def records(self) -> str:
+        """The name of the variable that its records are."""
+        return f"what `{self.title}` recorded"
 
 
 class Cells:
@@ -53,20 +65,27 @@ class Cells:
 
     namespace   the notebook's global variables
     parameters  returns the parameters' current values
+    saved       returns the keys of the saved notebook's cells
     """
 
-    def __init__(self, namespace: dict[str, Any], parameters: Callable[[], Mapping[str, Any]]) -> None:
-        self.namespace, self.parameters = namespace, parameters
+    def __init__(
+        self,
+        namespace: dict[str, Any],
+        parameters: Callable[[], Mapping[str, Any]],
+        saved: Callable[[], Collection[str | None]],
+    ) -> None:
+        self.namespace, self.parameters, self.saved = namespace, parameters, saved
         self.known: dict[str, Cell] = {}
         self.finished: set[str] = set()  # cells whose last execution reached its end
-        self._makers: dict[str, str] = {}
+        self._makers: dict[str, str] = {}  # variable → the cell that assigned it last
         self._runs = 0
 
     def begin(self, key: str) -> None:
         """A cell begins to run. What it made when it ran before is forgotten."""
         self._runs += 1
-        self.key, self._before, self._earlier = key, dict(self.namespace), self.known.get(key, Cell(0))
-        self.running = self.known[key] = Cell(self._runs, self._earlier.measured, self._earlier.drew)
+        self.running_key, self._earlier, self._before = key, self.known.get(key, Cell(0, "")), dict(self.namespace)
+        self.running = Cell(self._runs, first_line(key), self._earlier.measured, self._earlier.drew)
+        self.known[key] = self.running
 
     def end(self, key: str, source: str, done: bool, number: int) -> None:
         """The running cell has ended. `key` may differ from that of `begin` for the cell that created this object.
@@ -74,8 +93,9 @@ class Cells:
         number  the execution's number, as frontends show it
         done    it reached its end; if not, what it recorded is removed
         """
-        if key != self.key:
-            self.key, self.known[key] = key, self.known.pop(self.key)
+        if key != self.running_key:
+            self.known[key] = self.known.pop(self.running_key)
+            self.running_key = key
         cell, earlier, given = self.running, self._earlier, self.parameters()
         cell.measured |= bool(cell.rows)
         cell.drew |= bool(cell.drawn)
@@ -88,13 +108,15 @@ class Cells:
         cell.title = f"[{number}] {first_line(source)[:40]}"
         read, stored = names(source, self.namespace)
         cell.parameters |= {name: given[name] for name in read if name in given}
-        for name, maker in ((name, self._makers.get(name)) for name in read - given.keys()):
-            origin = earlier.reads.get(name, (maker, 0))
-            if maker in self.known and origin[0] in self.known and origin[0] != maker:
-                cell.fault = f"{name} is that of another cell now; run `{self.known[origin[0]].title}` first"
-                cell.reads[name] = origin
-            elif maker in self.known and maker != key:
-                cell.reads[name] = maker, self.known[maker].made.get(name, 0)
+        for name in read - given.keys():
+            maker, before = self._makers.get(name), earlier.reads.get(name)
+            if maker not in self.known:
+                continue
+            if before and before.maker in self.known and before.maker != maker:
+                cell.fault = f"{name} is that of another cell now; run `{self.known[before.maker].title}` first"
+                cell.reads[name] = before
+            elif maker != key:
+                cell.reads[name] = Origin(maker, self.known[maker].made.get(name, 0))
         for name in stored - given.keys():
             same = self._makers.get(name) == key and _same(self._before.get(name, _MISSING), self.namespace.get(name))
             cell.made[name] = earlier.made.get(name, cell.run) if same else cell.run
@@ -109,17 +131,24 @@ class Cells:
 
     def read_records(self, below: Collection[str]) -> None:
         """Note that the running cell reads the records of all other cells, except those `below` it."""
-        others = {key: cell for key, cell in self.known.items() if cell.measured and key not in (self.key, *below)}
-        self.running.reads |= {cell.records: (key, cell.run) for key, cell in others.items()}
+        for key, cell in self.known.items():
+            if cell.measured and key != self.running_key and key not in below:
+                self.running.reads[cell.records] = Origin(key, cell.run)
 
     def rows(self, below: Collection[str] = ()) -> list[list[Row]]:
         """The records that are up to date, as one list per cell, except of cells `below`."""
         return [cell.rows for key, cell in self.known.items() if key not in below and self._cause(key, {}) is None]
 
     def draw(self, name: str) -> None:
-        """Note that the figure, table or number of this name is now made by the running cell, and by no other."""
-        for cell in self.known.values():
-            cell.drawn.discard(name)
+        """Note that the figure, table or number of this name is now made by the running cell, and by no other. Raises
+        `T1Error` if another cell of the saved notebook made it; one that is not there was edited, or moved here."""
+        for key, cell in self.known.items():
+            if name in cell.drawn and key != self.running_key:
+                told = f"{name!r} is made by another cell, too, `{cell.title}`"
+                both = {key, self.running_key} <= {*self.saved()}
+                mend = "give one of them another name, run that cell again, or save the notebook without it"
+                require(not both, f"{told}; {mend}")
+                cell.drawn.remove(name)
         self.running.drawn.add(name)
 
     def drawn(self) -> set[str]:
@@ -131,26 +160,31 @@ class Cells:
         reason, which names the first cell to run again."""
         for key, cell in self.known.items():
             if (cell.measured or cell.drew) and (cause := self._cause(key, {})):
-                first, why = cause
-                yield cell, why if first == key else f"run `{self.known[first].title}` first: {why}"
+                first = self.known[cause.first]
+                yield cell, cause.why if first is cell else f"run `{first.title}` first: {cause.why}"
 
-    def _cause(self, key: str, found: dict[str, tuple[str, str] | None]) -> tuple[str, str] | None:
-        """Key of the first cell to run again so that results of cell `key` are valid, and why. `found`: a cache."""
-        if key in found:
-            return found[key]
-        found[key] = None  # ends the recursion if cells depend on each other
-        cell, known, given = self.known[key], self.known, self.parameters()
-        if cell.fault:
-            found[key] = key, cell.fault
-        elif key != self.key:
-            reads = {name: origin for name, origin in cell.reads.items() if origin[0] in known}
-            made = {name for name, (maker, version) in reads.items() if known[maker].made.get(name) == version}
-            before = (self._cause(maker, found) for maker, _ in reads.values())
-            again = ((key, f"{name} has been made again") for name in cell.reads if name not in made)
-            had = ((name, value) for name, value in cell.parameters.items() if given.get(name, value) != value)
-            changed = ((key, f"{name} was {value!r}, is {given[name]!r}") for name, value in had)
-            found[key] = next(filter(None, chain(before, again, changed)), None)
+    def _cause(self, key: str, found: dict[str, Cause | None]) -> Cause | None:
+        """Why the results of cell `key` are not valid; None if they are. `found`: a cache."""
+        if key not in found:
+            found[key] = None  # ends the recursion if cells depend on each other
+            found[key] = next(self._causes(key, found), None)
         return found[key]
+
+    def _causes(self, key: str, found: dict[str, Cause | None]) -> Iterator[Cause]:
+        cell, given = self.known[key], self.parameters()
+        if cell.fault:
+            yield Cause(key, cell.fault)
+        if key == self.running_key:
+            return
+        origins = {name: origin for name, origin in cell.reads.items() if origin.maker in self.known}
+        yield from filter(None, (self._cause(origin.maker, found) for origin in origins.values()))
+        for name in cell.reads:
+            origin = origins.get(name)
+            if origin is None or self.known[origin.maker].made.get(name) != origin.version:
+                yield Cause(key, f"{name} has been made again")
+        for name, value in cell.parameters.items():
+            if given.get(name, value) != value:
+                yield Cause(key, f"{name} was {value!r}, is {given[name]!r}")
 
 
 def _kinds(rows: list[Row]) -> set[tuple[Any, ...]]:

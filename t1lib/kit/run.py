@@ -50,11 +50,13 @@ class Run:
 
     def __init__(self, experiment: str, namespace: dict[str, Any], folder: Path | None = None) -> None:
         """folder: receives the files, for the caller to publish; None: a temporary one, which `finish` publishes"""
-        self.experiment, self._cells = experiment, Cells(namespace, lambda: self.params.current())
+        self.experiment = experiment
+        self._cells = Cells(namespace, lambda: self.params.current(), self._saved_keys)
         self.records = Records(self._cells.rows)
-        self._driven, self._measures = folder is not None, None
+        self._driven, self._measures = folder is not None, None  # until the parameters are known
         self.params = params.Live(experiment, namespace, self._require_allowed)
-        final = paths.outputs(self.params.checked()["profile"], experiment)
+        given = self.params.checked()
+        self._measures, final = given.get("measure", True), paths.outputs(given["profile"], experiment)
         # Taken at the start: an edit during the run must make it stale, and a commit made meanwhile is not what ran.
         self._about = manifest.git_state() | {"experiment": experiment}
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
@@ -76,6 +78,7 @@ class Run:
             shell.events.register("post_run_cell", self._end)
 
     def _begin(self, key: str) -> None:
+        """A cell of this key begins to run."""
         self._cells.begin(key)
         self.params.read_into = self._cells.running.parameters
         if self._measures:
@@ -113,7 +116,6 @@ class Run:
         measures, final = given.get("measure", True), paths.outputs(given["profile"], self.experiment)
         changed = "`measure` was changed within a run; restart the kernel, and run all cells"
         require(self._measures in (None, measures), changed)
-        self._measures = measures
         if not measures:
             manifest.require_finished(final, given)
             return
@@ -141,8 +143,13 @@ class Run:
         with suppress(T1Error):
             cells = params.code_cells(paths.notebook(self.experiment))
             self._saved = [cell for cell in cells if cell["source"].strip()]
-        at = (at for at, cell in enumerate(self._saved) if cell.get("id") == self._cells.key)
+        at = (at for at, cell in enumerate(self._saved) if cell.get("id") == self._cells.running_key)
         return self._saved, next(at, None)
+
+    def _saved_keys(self) -> set[str | None]:
+        """The keys that the saved notebook's cells have, with ids from the frontend or without."""
+        cells, _ = self._saved_cells()
+        return {cell.get("id") for cell in cells} | {cell["source"] for cell in cells}
 
     def frame(self) -> pd.DataFrame:
         """The records that are up to date, one row each; prints which are left out. Also saves them to disk, so that a
@@ -181,8 +188,8 @@ class Run:
 
     def number(self, key: str, value: Any, unit: str = "", fmt: str | None = None) -> None:
         """Record a number that texts quote by its key, such as `t1m1.own.slide.wall_ms`; `fmt` as `format` takes it."""
-        self._numbers.set(key, value, unit, fmt)
         self._cells.draw(key)
+        self._numbers.set(key, value, unit, fmt)
 
     def finish(self) -> None:
         """Save records and numbers. Unless the command `run` drives the notebook, also publish: the whole folder (which
@@ -243,6 +250,7 @@ def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True)
     run.saves_figures = figures
     for cell in params.code_cells(paths.notebook(experiment)):
         source = "" if params.holds_parameters(cell) else cell["source"]
+        run._begin(source)
         try:
             with redirect_stdout(io.StringIO()):
                 exec(compile(source, namespace["__name__"], "exec"), namespace)

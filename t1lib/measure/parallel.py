@@ -10,13 +10,14 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing import connection
 from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from t1lib.errors import reason
 from t1lib.heads import parallel as sharded
@@ -24,6 +25,7 @@ from t1lib.heads import parse_bytes
 from t1lib.heads.fused import kernels_run
 from t1lib.measure.heads import Case, HeadBench, Key, Runner, free_cached
 from t1lib.measure.isolate import Isolated, VariantFailed, VariantOutOfMemory
+from t1lib.measure.probes import lead_in
 from t1lib.measure.records import Records, Row
 from t1lib.measure.session import TrainSession
 from t1lib.timing import synchronize
@@ -136,23 +138,33 @@ class Rank:
         return records.rows, printed.getvalue()
 
 
+def own_rows(weight: Tensor) -> Tensor:
+    """This rank's rows of a weight or its gradient; the first ranks may have one more than the others."""
+    return weight.tensor_split(dist.get_world_size())[dist.get_rank()].clone()
+
+
 class Share(HeadBench):
     """A `HeadBench` with only this rank's rows of the weight; hidden states and targets are the same on every rank. The
     reference is computed once, from the whole weight; of its dW, this rank's rows are kept."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        queue, one = self.lead, torch.ones(1, device=self.device)
-        # Ends in a collective, so that no rank's device continues before all have reached it.
-        self.lead = lambda: (queue(), dist.all_reduce(one, dist.ReduceOp.MAX))
-        kept, rank, ranks = self.reference(Case("full")), dist.get_rank(), dist.get_world_size()
-        kept["dW"] = kept["dW"].tensor_split(ranks)[rank].clone()
-        self.w = self.w.tensor_split(ranks)[rank].clone()  # the first ranks may have one row more
-        self.group = dist.group.WORLD if ranks > 1 else None
-        if self.group is not None:
-            of_shards = partial(sharded.linear_cross_entropy, group=self.group)
-            self._function = lambda head, **settings: partial(of_shards, head=head, **settings)
+        self.group = dist.group.WORLD if dist.get_world_size() > 1 else None
+        exact = self.reference(Case("full"))
+        exact["dW"] = own_rows(exact["dW"])
+        self.w = own_rows(self.w)
         free_cached()  # the reference's memory, for the heads
+        if self.group is not None:
+            self._function = self._of_shards
+
+    def _of_shards(self, head: str, **settings: Any) -> Callable[..., Tensor]:
+        return partial(sharded.linear_cross_entropy, head=head, group=self.group, **settings)
+
+    @cached_property
+    def lead(self) -> Callable[[], None]:
+        """The lead-in and a collective, so that no rank's device continues before all have reached it."""
+        queue, one = lead_in(self.device), torch.ones(1, device=self.device)
+        return lambda: (queue(), dist.all_reduce(one, dist.ReduceOp.MAX))
 
     def attempt(self, variant: str, action: Callable[[], Any]) -> tuple[Any, str, str]:
         """As `HeadBench.attempt`, with each value's maximum over all ranks. With several, no error is caught: one ends

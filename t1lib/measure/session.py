@@ -5,7 +5,7 @@ the least times that the hardware allows, measured in the same process."""
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,11 +135,10 @@ class TrainSession:
         flops = 6.0 * tokens * (sum(p.numel() for p in parts.layers.parameters()) + head)
         found = {"compute_floor_ms": flops / measure_product(self.device, dtype, 8192 if cuda else 256) * 1e3}
         if isinstance(self.trainer, SlideTrainer):
-            *copied, updated = step_bytes(self.trainer)
-            link = measure_link(self.device, nbytes=2**28 if cuda else 2**22)
-            found |= link | {"link_ms": link_ms(link, *copied)}
-            if updated:
-                found["update_floor_ms"] = updated / measure_copy(2**29 if cuda else 2**24) * 1e3
+            moved, link = step_bytes(self.trainer), measure_link(self.device, nbytes=2**28 if cuda else 2**22)
+            found |= link | {"link_ms": link_ms(link, moved.forward_in, moved.backward_in, moved.out)}
+            if moved.updates:
+                found["update_floor_ms"] = moved.updates / measure_copy(2**29 if cuda else 2**24) * 1e3
         torch.cuda.empty_cache()
         return found
 
@@ -157,27 +156,36 @@ class TrainSession:
         synchronize(self.device)
 
 
-def step_bytes(trainer: SlideTrainer) -> tuple[int, int, int, int]:
-    """Fewest bytes that a step of slide has to move: the layers' copies in during the forward, in during the backward,
-    and out; and what updates on the host read and write in its memory."""
-    schedule, together = trainer.engine.schedule, not trainer.late
-    forward, backward, out, updated = 0, 0, 0, 0
-    held, leave = len(schedule.weights), trainer.engine.choice.grads == "host"  # `leave`: gradients do if updates wait
+class Moved(NamedTuple):
+    """Bytes that a step of slide has to move."""
+
+    forward_in: int  # over the link, while the forward runs
+    backward_in: int  # over the link, while the backward runs
+    out: int  # over the link, to the host
+    updates: int  # read and written in the host's memory by its updates
+
+
+def step_bytes(trainer: SlideTrainer) -> Moved:
+    """The fewest bytes that a step has to move for its layers."""
+    schedule, forward, backward, out, updates = trainer.engine.schedule, 0, 0, 0, 0
+    count, slots = len(schedule.layers), len(schedule.weights)
     for place, layer in enumerate(schedule.layers.values()):
         weights, state = layer.flat.nbytes, sum(flat.nbytes for flat in layer.state.values())
-        travels = layer.travels and not schedule.stateless
-        # The last layers are still in their slots when the backward starts; the first ones when it ends, up to date if
-        # the device has updated them meanwhile.
-        backward += weights * (place < len(schedule.layers) - held)
-        if travels and together:
-            forward += state + weights * (leave + ("master" not in layer.state))  # gradient if `leave`; perhaps weights
-        elif not (layer.travels and place < held):
+        read = weights * ("master" not in layer.state)  # by an update, which a master spares that
+        backward += weights * (place < count - slots)  # the last layers are still in their slots
+        if not layer.travels:  # frozen, or updated by the CPU
             forward += weights
-        backward += state * (travels and not together)
-        out += weights * layer.trained * (not travels or (together and leave)) + (state + weights) * travels
-        if layer.trained and not layer.travels:  # state both ways, gradients in, weights out (and in, without masters)
-            updated += 2 * state + weights * (2 + ("master" not in layer.state))
-    return forward, backward, out, updated
+            out += weights * layer.trained  # gradients
+            updates += (2 * state + 2 * weights + read) * layer.trained
+        elif trainer.late:  # updated on the device in the backward, at whose end the first layers are in their slots
+            forward += weights * (place >= slots)
+            backward += state
+            out += state + weights
+        else:  # updated on the device in the next forward; gradients may have to wait for it on the host
+            gradients = weights * (trainer.engine.choice.grads == "host")
+            forward += state + gradients + read
+            out += state + gradients + weights
+    return Moved(forward, backward, out, updates)
 
 
 def link_ms(rates: dict[str, float], forward_in: int, backward_in: int, backward_out: int) -> float:

@@ -4,6 +4,7 @@ may also be arrays of NumPy: `t1lib.plan.choose` asks for all of them at once.""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -121,45 +122,81 @@ def outer_bytes(work: Work) -> int:
 
 
 def device_bytes(work: Work, choice: Choice) -> Any:
-    """Peak allocated bytes on the device: in the output layer's phase, at the beginning of the backward, at its end, or
-    at the beginning of the next forward."""
-    hidden, outer = work.live * work.hidden * work.itemsize, work.outer * work.itemsize
-    first = min(work.head * work.itemsize, outer)  # gradients that the output layer makes
-    others = work.layers - choice.keep
-    weights, (resident, streamed) = work.layer * work.itemsize, trained_layers(work, choice)
-    grads = resident * weights  # of resident layers
-    # They are held throughout only to accumulate. Else a step frees them, and all exist only at the end of a backward.
-    always = grads * (work.accumulates if work.streams else work.pieces > 1)
-    on_host, leaves = choice.inputs == "host", choice.outer == "host" and work.streams
-    waiting = (np.minimum(LEAVING, others) if on_host else others) * hidden
-    kept = choice.keep * (work.live * work.saved + hidden * work.streams)  # when streamed, also each layer's output
-    beside = BACKWARD * work.micro_tokens * work.inner * work.itemsize
-    # Inputs and output of the layers' graphs, and cuBLAS's workspaces. What replays use counts only as reserved.
-    graphs = (3 * work.micro_tokens * work.hidden * work.itemsize + SLACK) * (graphed_layers(work, choice) > 0)
-    again = (beside + work.micro_tokens * work.saved * (others > 0)) * (graphs == 0)
-    # Inputs of a layer, of the next one and of the first one; without micro-batches, the layer holds its own anyway.
-    inputs = np.minimum(3, others) * hidden * (work.pieces > 1) if on_host else waiting
-    stay = waiting_layers(work, choice) * weights  # gradients, until the next forward
-    beside_head = np.maximum(work.workspace + (NORM[0] - 2) * hidden, (NORM[1] - 2) * hidden)
-    head = always + first + kept + waiting + beside_head
-    backward = always + first - outer * leaves + np.maximum(kept + waiting + beside, inputs + again)
-    added = 2 * work.tied * work.itemsize  # the embedding's gradient, and its sum with the output layer's
-    end = grads + stay + np.maximum(first - outer * leaves + np.maximum(again, added), outer)
-    forward = always + outer + FORWARD * work.micro_tokens * work.inner * work.itemsize * leaves
-    # When all gradients that stay are there, so are the inputs of the resident layers that come first.
-    few = np.minimum(first_streamed(work, choice), others) * hidden * (not on_host and choice.grads == "device")
-    backward = np.maximum(backward, always + first - outer * leaves + stay + few + again)
-    forward = np.maximum(forward, always + outer + stay + few)
-    most = np.maximum(np.maximum(head, backward), np.maximum(end, forward))
-    # What no phase frees: weights and state on the device, slots.
-    slots = (choice.slots * (choice.resident < work.layers) + choice.grad_slots * (streamed > 0)) * weights
-    if work.cuda and work.streams and (work.state > 0 or work.together):
-        each = work.state + (1 + work.together) * work.itemsize  # pieces of state travel, with weights and gradients
-        room = min(PIECE, work.layer) * slots_for(each) * each
-        slots = slots + room * ((streamed > 0) & (choice.host_share < 1) | (choice.outer == "host"))
-    layers = choice.resident * weights + resident * work.layer * work.state + work.aside
-    outside = (work.outer + work.still) * work.itemsize + work.outer * work.state * (choice.outer == "device")
-    return slots + layers + outside + SLACK * work.cuda + 2 * hidden + graphs + most
+    """Peak allocated bytes on the device: what a step holds throughout, and beside it the most that a phase holds."""
+    held = _OnDevice(work, choice)
+    return held.throughout() + reduce(np.maximum, (held.head(), held.backward(), held.end(), held.forward()))
+
+
+class _OnDevice:
+    """The bytes that a step holds on the device: `throughout`, and beside those in each of its phases."""
+
+    def __init__(self, work: Work, choice: Choice) -> None:
+        self.work, self.choice = work, choice
+        self.trained_resident, self.trained_streamed = trained_layers(work, choice)
+        self.recomputed, self.graphed = work.layers - choice.keep, graphed_layers(work, choice)  # layers
+        self.weights = work.layer * work.itemsize  # of a layer; its gradients take as much
+        self.outer = work.outer * work.itemsize  # weights outside the layers; their gradients take as much
+        self.hidden = work.live * work.hidden * work.itemsize  # a layer's input
+        # Gradients. Those of resident layers are held throughout only to accumulate. Else a step frees them, and all
+        # exist only at the end of a backward.
+        self.resident_grads = self.trained_resident * self.weights
+        self.summed = self.resident_grads * (work.accumulates if work.streams else work.pieces > 1)
+        self.waiting_grads = waiting_layers(work, choice) * self.weights  # until the next forward
+        self.head_grads = min(work.head * work.itemsize, self.outer)  # those that the output layer makes
+        self.outer_leaves = choice.outer == "host" and work.streams  # the weights, during the layers' backward
+        self.outer_in_backward = self.head_grads - self.outer * self.outer_leaves
+        # Activations. When streamed, a layer that keeps its own also keeps its output.
+        inputs = np.minimum(LEAVING, self.recomputed) if choice.inputs == "host" else self.recomputed
+        self.inputs = inputs * self.hidden  # of recomputed layers, when the forward ends
+        self.saved = choice.keep * (work.live * work.saved + self.hidden * work.streams) + self.inputs
+        # What a layer's backward holds beside its saved activations; and with them, where it is recomputed. What the
+        # replays of graphs use counts only as reserved.
+        self.beside = BACKWARD * work.micro_tokens * work.inner * work.itemsize
+        self.again = (self.beside + work.micro_tokens * work.saved * (self.recomputed > 0)) * (self.graphed == 0)
+        # When all gradients that wait are there, so are the inputs of the resident layers that come first.
+        first = np.minimum(first_streamed(work, choice), self.recomputed) * (choice.inputs == "device")
+        self.waiting = self.waiting_grads + first * self.hidden * (choice.grads == "device")
+
+    def throughout(self) -> Any:
+        """What no phase frees: weights and state on the device, buffers, and two tensors of the hidden states' size."""
+        work, choice = self.work, self.choice
+        layers = choice.resident * self.weights + self.trained_resident * work.layer * work.state + work.aside
+        outside = self.outer + work.still * work.itemsize + work.outer * work.state * (choice.outer == "device")
+        slots = choice.slots * (choice.resident < work.layers) + choice.grad_slots * (self.trained_streamed > 0)
+        pieces = 0  # of state that travels, with weights and gradients
+        if work.cuda and work.streams and (work.state > 0 or work.together):
+            each = work.state + (1 + work.together) * work.itemsize
+            travels = (self.trained_streamed > 0) & (choice.host_share < 1) | (choice.outer == "host")
+            pieces = min(PIECE, work.layer) * slots_for(each) * each * travels
+        # Inputs and output of the layers' graphs, and cuBLAS's workspaces.
+        graphs = (3 * work.micro_tokens * work.hidden * work.itemsize + SLACK) * (self.graphed > 0)
+        return layers + outside + slots * self.weights + pieces + graphs + SLACK * work.cuda + 2 * self.hidden
+
+    def head(self) -> Any:
+        """The output layer's phase or, if that holds more, the backward of the last norm."""
+        beside, alone = ((tensors - 2) * self.hidden for tensors in NORM)  # two are held throughout
+        return self.summed + self.head_grads + self.saved + np.maximum(self.work.workspace + beside, alone)
+
+    def backward(self) -> Any:
+        """The beginning of the layers' backward; or later, when all gradients wait."""
+        inputs = self.inputs
+        if self.choice.inputs == "host":
+            # Of a layer, of the next one and of the first one; without micro-batches, the layer holds its own anyway.
+            inputs = np.minimum(3, self.recomputed) * self.hidden * (self.work.pieces > 1)
+        grads = self.summed + self.outer_in_backward
+        begins = grads + np.maximum(self.saved + self.beside, inputs + self.again)
+        return np.maximum(begins, grads + self.waiting + self.again)
+
+    def end(self) -> Any:
+        """The end of the backward."""
+        embedding = 2 * self.work.tied * self.work.itemsize  # its gradient, and its sum with the output layer's
+        outside = np.maximum(self.outer_in_backward + np.maximum(self.again, embedding), self.outer)
+        return self.resident_grads + self.waiting_grads + outside
+
+    def forward(self) -> Any:
+        """The beginning of the next forward."""
+        wide = self.work.micro_tokens * self.work.inner * self.work.itemsize
+        return self.summed + self.outer + np.maximum(FORWARD * wide * self.outer_leaves, self.waiting)
 
 
 def reserved_bytes(work: Work, allocated: Any, choice: Choice, most: bool = False) -> Any:
