@@ -36,7 +36,7 @@ class Precision:
         choose("moments", self.moments, MOMENTS)
         require(self.moments == "float32" or self.masters is not None, "moments='bfloat16' is for master_weights")
 
-    def kinds(self, param: Tensor, *rules: Rule) -> dict[str, torch.dtype]:
+    def state_dtypes(self, param: Tensor, *rules: Rule) -> dict[str, torch.dtype]:
         """Keys and dtypes of the state, apart from "step", that a parameter needs for any of these rules."""
         wide, found = self.masters is not None and param.dtype.itemsize == 2, {}
         fits = not wide or self.masters == "whole" or param.dtype == torch.bfloat16
@@ -85,10 +85,10 @@ class OptimizerSpec:
     def precision(self) -> Precision:
         return Precision(self.master_weights, self.moments)
 
-    def kinds(self, param: Tensor) -> dict[str, torch.dtype]:
+    def state_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
         """Keys and dtypes of a parameter's state."""
         rule = {"betas": self.betas} if self.name == "adamw" else {"momentum": self.momentum}
-        return self.precision.kinds(param, rule)
+        return self.precision.state_dtypes(param, rule)
 
 
 def masters_for(dtype: str, split: bool) -> str | None:

@@ -33,7 +33,7 @@ _ROW = "{:<6} {:<8} {:>10} {:>10} {:>10} {:>10} {:>10}  {}"  # of the command's 
 AT_A_TIME = 2**27  # tokens, more than any device holds; beyond that, the search for head `fused`'s plan takes long
 
 
-def kinds(work: Work) -> Iterator[Choice]:
+def alternatives(work: Work) -> Iterator[Choice]:
     """All choices, each as a table: every number of resident layers (rows) with every number of layers that keep their
     activations (columns). A third slot helps where updates read the weights."""
     layers = np.arange(work.layers + 1)
@@ -58,7 +58,7 @@ def choose_plan(
     or_least   if no choice fits, take the best one that fits into the least budget that works
     """
     grids, smallest, found = [], defaultdict(lambda: np.inf), []
-    for choices in kinds(work):
+    for choices in alternatives(work):
         allocated = device_bytes(work, choices)
         expected, most = (reserved_bytes(work, allocated, choices, most) for most in (False, True))
         grids.append((choices, expected, most))
@@ -158,7 +158,7 @@ def work_for(setting: Setting) -> Work:
     positions = model.config.max_position_embeddings
     require(seq <= positions, f"seq {seq}; {setting.model} has {positions} positions{MORE}")
     return work_of(
-        model, setting.optimizer.kinds, rows=rows, seq=seq, micro_batch=setting.micro_batch,
+        model, setting.optimizer.state_dtypes, rows=rows, seq=seq, micro_batch=setting.micro_batch,
         workspace=setting.workspace, together=setting.together, cuda=setting.cuda,
     )  # fmt: skip
 

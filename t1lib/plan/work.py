@@ -17,7 +17,7 @@ from t1lib.models import layer_arguments, split
 MODES = ("gpu", "ckpt", "slide", "fsdp")  # the plainest first; fsdp in one process, with offload
 SLACK = 64 * 2**20  # bytes that any step on a GPU holds in addition: cuBLAS's workspaces, small tensors
 SHORT = 2048  # tokens per row at which attention reaches half its rate over long rows, on an H200 (measured)
-Kinds = Callable[[torch.Tensor], dict[str, torch.dtype]]
+DtypesOf = Callable[[torch.Tensor], dict[str, torch.dtype]]
 _SAVED: dict[tuple, int] = {}  # what `saved_bytes` has found
 
 
@@ -116,14 +116,14 @@ def saved_by_layer(model: PreTrainedModel, dtype: torch.dtype, seq: int) -> int:
 
 
 def work_of(
-    model: nn.Module, kinds: Kinds, *, rows: int, seq: int, micro_batch: int | None = None,
+    model: nn.Module, dtypes_of: DtypesOf, *, rows: int, seq: int, micro_batch: int | None = None,
     workspace: int = 2**29, together: bool = True, layers: Sequence[nn.Module] | None = None,
     trained: Collection[nn.Parameter] | None = None, hidden: int | None = None, saved: int | None = None,
     cuda: bool = True, accumulates: bool = False,
 ) -> Work:  # fmt: skip
     """The counts for a step of `rows` × `seq` tokens in mode slide, `micro_batch` rows at a time.
 
-    kinds       gives dtypes of a parameter's optimizer state, such as `OptimizerSpec.kinds`
+    dtypes_of   gives dtypes of a parameter's optimizer state, such as `OptimizerSpec.state_dtypes`
     layers      the stack of alike layers (None: a Hugging Face decoder's own)
     trained     the parameters that are trained (None: those that require a gradient)
     hidden      with `saved`, as in `Work` (None: by the model's configuration, and by running a layer of it)
@@ -132,8 +132,8 @@ def work_of(
     layers = split(model).layers if layers is None else layers
     require(len(layers) > 0, "a model without layers; allowed: a stack of one layer or more")
     trained = {p for p in model.parameters() if p.requires_grad} if trained is None else set(trained)
-    streams, aside, frozen = _streaming(layers, trained, kinds)
-    numel, dtype, state = _count(streams), streams[0].dtype, kinds(streams[0])
+    streams, aside, frozen = _streaming(layers, trained, dtypes_of)
+    numel, dtype, state = _count(streams), streams[0].dtype, dtypes_of(streams[0])
     outside = {*model.parameters()} - {p for layer in layers for p in layer.parameters()}
     output = getattr(model, "get_output_embeddings", lambda: None)()
     vocabulary, width = (0, 0) if output is None else output.weight.shape
@@ -155,7 +155,7 @@ def work_of(
     )  # fmt: skip
 
 
-def _streaming(layers: Sequence[nn.Module], trained: set[nn.Parameter], kinds: Kinds) -> tuple[list, int, int]:
+def _streaming(layers: Sequence[nn.Module], trained: set[nn.Parameter], dtypes_of: DtypesOf) -> tuple[list, int, int]:
     """A layer's streaming parameters: trained ones or frozen ones, whichever have more bytes; the bytes of all others,
     with gradients and state; how many layers are frozen."""
     aside, frozen, many = 0, 0, []
@@ -165,7 +165,7 @@ def _streaming(layers: Sequence[nn.Module], trained: set[nn.Parameter], kinds: K
         frozen += many is sides[1]
         aside += sum(p.nbytes for p in few)
         for p in trained.intersection(few):
-            aside += p.nbytes + p.numel() * sum(kind.itemsize for kind in kinds(p).values())
+            aside += p.nbytes + p.numel() * sum(dtype.itemsize for dtype in dtypes_of(p).values())
     return many, aside, frozen
 
 

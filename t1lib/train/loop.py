@@ -267,7 +267,7 @@ class Trainer:
         optimizer."""
         self.require_one_process()
         params, rule = dict(self.model.named_parameters()), self.optimizer.param_groups[0]
-        trained = {name: self.spec.precision.kinds(param, rule) for name, param in self._trained.items()}
+        trained = {name: self.spec.precision.state_dtypes(param, rule) for name, param in self._trained.items()}
         check_saved(state, params, trained)
         self.drain()
         for name in params:

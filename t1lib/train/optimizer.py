@@ -185,11 +185,11 @@ class StreamOptimizer(ResidentOptimizer):
 
     def _check(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         """Raise `T1Error` unless the states, by parameter, fit their parameters."""
-        names, precision = {p: n for n, p in self._engine.model.named_parameters()}, self.precision
+        names, dtypes_of = {p: n for n, p in self._engine.model.named_parameters()}, self.precision.state_dtypes
         for group in self.param_groups:
             for param in (p for p in group["params"] if p in found):
-                own = precision.kinds(param, group)
-                spare = precision.kinds(param, *self.param_groups).keys() - own  # a layer has what any group needs
+                own = dtypes_of(param, group)
+                spare = dtypes_of(param, *self.param_groups).keys() - own  # a layer has what any group needs
                 saved = {key: value for key, value in found[param].items() if key not in spare}
                 check_state(param, own, saved, repr(names.get(param, "none of the model's")))
 

@@ -45,7 +45,7 @@ class OuterParam(Traveller):
 
     def __init__(self, param: nn.Parameter, index: int, optimizer: ResidentOptimizer) -> None:
         self.param, self.group = param, optimizer.groups[id(param)]
-        dtypes = optimizer.precision.kinds(param, optimizer.rules()[self.group])
+        dtypes = optimizer.precision.state_dtypes(param, optimizer.rules()[self.group])
         on_host = partial(pinned_zeros, param.numel(), device=param.device)
         state = {key: on_host(dtype) for key, dtype in dtypes.items()}
         super().__init__(index, None if "master" in state else on_host(param.dtype), state)

@@ -47,9 +47,9 @@ def refuse_recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def require_host_memory(engine: "Engine", choice: Choice | None) -> None:
     """Raise `T1Error` unless the host can hold the layers with their state."""
     layout, like = engine.layout, torch.empty(0, dtype=engine.layout.dtype)
-    kinds = engine.precision.kinds(like, *engine.optimizer.rules())
+    dtypes = engine.precision.state_dtypes(like, *engine.optimizer.rules())
     waits = not engine.in_backward or (choice is not None and choice.host_share > 0)  # whether gradients wait there
-    each = sum(kind.itemsize for kind in kinds.values()) + layout.dtype.itemsize * waits
+    each = sum(dtype.itemsize for dtype in dtypes.values()) + layout.dtype.itemsize * waits
     trained = sum(any(dict(layer.named_parameters())[n].requires_grad for n in layout.shapes) for layer in engine.stack)
     # Weights move layer by layer, so that only one layer's are held twice.
     need, free = layout.numel * (layout.dtype.itemsize + trained * each), host_available()
@@ -89,8 +89,8 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
     drawn_from = [engine.device] if engine.device.type == "cuda" else []
     with torch.random.fork_rng(drawn_from):  # running a layer to see what it saves must not change dropout's draws
         work = work_of(
-            inner, lambda p: engine.precision.kinds(p, *groups), rows=rows, seq=seq, micro_batch=engine.micro_batch,
-            workspace=workspace, together=not engine.in_backward, layers=engine.stack, trained=trained,
+            inner, lambda p: engine.precision.state_dtypes(p, *groups), rows=rows, seq=seq,
+            micro_batch=engine.micro_batch, workspace=workspace, together=not engine.in_backward, layers=engine.stack, trained=trained,
             cuda=engine.device.type == "cuda", accumulates=engine.accumulate, **_measured(engine, piece, inner, seq),
         )  # fmt: skip
     if not work.vocabulary:

@@ -89,7 +89,7 @@ def state_in(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> tuple[Sta
     if isinstance(optimizer, ResidentOptimizer):
         return optimizer.state_of(param), optimizer.counts
     rule, state, plain = optimizer.param_groups[0], optimizer.state[param], Precision(masters=None)
-    if any(state.get(key) is None for key in plain.kinds(param, rule)):
+    if any(state.get(key) is None for key in plain.state_dtypes(param, rule)):
         state.update(new_state(param.data, rule, plain))
     if "betas" in rule:
         there = param.device if rule["fused"] or rule["capturable"] else "cpu"

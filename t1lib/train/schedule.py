@@ -54,10 +54,10 @@ class Schedule:
         self._failed = False  # whether an error ended a backward since the last step
         self._keep_on_device = choice.grads == "device" and not self.in_backward  # gradients that wait for step()
         precision, rules = engine.precision, self._rules()
-        dtypes = precision.kinds(torch.empty(0, dtype=layout.dtype), *rules) if trained or guests else {}
+        dtypes = precision.state_dtypes(torch.empty(0, dtype=layout.dtype), *rules) if trained or guests else {}
         # Joining and splitting masters takes the CPU longer than moving them.
         joins = 0 < len(by_host) < len(trained) and precision.masters == "split"
-        by_cpu = replace(precision, masters="whole").kinds(trained[0].flat, *rules) if joins else dtypes
+        by_cpu = replace(precision, masters="whole").state_dtypes(trained[0].flat, *rules) if joins else dtypes
         for layer, slot in zip(self._order, cycle(self.weights), strict=False):
             layer.slot, layer.finish_update = slot, self.finish_update
         for layer, slot in zip(trained, cycle(self.grads), strict=False):

@@ -108,7 +108,7 @@ def new_state(param: Tensor, rule: Rule, precision: Precision) -> State:
     """Fresh state of a parameter, on its device. (How many updates it has seen is counted apart.)"""
     return {
         key: param.detach().float() if key == "master" else torch.zeros_like(param, dtype=dtype)
-        for key, dtype in precision.kinds(param, rule).items()
+        for key, dtype in precision.state_dtypes(param, rule).items()
     }
 
 

@@ -25,7 +25,7 @@ FEW = dataclasses.replace(WORK, tokens=256, micro_tokens=256, graphed=True)
 SPLIT = dataclasses.replace(WORK, masters=False, state=10)
 LORA = dataclasses.replace(WORK, frozen=28, outer=0, still=311_000_000, aside=2**27)
 ADAMW = OptimizerSpec("adamw", lr=1e-2)
-MASTERS = OptimizerSpec("adamw")
+DTYPES = OptimizerSpec("adamw").state_dtypes
 
 
 @pytest.mark.parametrize("work", [WORK, TOGETHER, FEW, SPLIT, LORA, dataclasses.replace(TOGETHER, frozen=10)])
@@ -70,28 +70,28 @@ def test_frozen_layers_need_no_state_no_gradients_and_no_updates():
         assert frozen < trained
     assert host_bytes(LORA, Choice()) == 28 * LORA.layer * 2
     assert device_bytes(LORA, Choice(resident=1)) - device_bytes(LORA, Choice()) == LORA.layer * 2
-    assert {choice.host_share for choice in choose.kinds(LORA)} == {0.0}
+    assert {choice.host_share for choice in choose.alternatives(LORA)} == {0.0}
     some = dataclasses.replace(WORK, frozen=10)
     assert host_bytes(some, Choice()) == WORK.layer * (28 * 2 + 18 * 12)
 
 
 def test_what_is_trained_and_what_streams_follow_from_the_parameters():
     model = build_model("tiny")
-    full = work_of(model, MASTERS.kinds, rows=1, seq=8)
+    full = work_of(model, DTYPES, rows=1, seq=8)
     assert (full.outer, full.still, full.head, full.frozen, full.aside) == (64 + 512 * 64, 0, 512 * 64, 0, 0)
     for p in model.model.embed_tokens.parameters():
         p.requires_grad_(False)
-    own = work_of(model.model, MASTERS.kinds, rows=1, seq=8, layers=model.model.layers)  # whose loss needs no logits
+    own = work_of(model.model, DTYPES, rows=1, seq=8, layers=model.model.layers)  # whose loss needs no logits
     assert (own.outer, own.still, own.head, own.workspace) == (64, 512 * 64, 0, 0)
     assert device_bytes(own, Choice()) < device_bytes(full, Choice())
     for p in model.model.layers[:3].parameters():
         p.requires_grad_(False)
     for layer in model.model.layers:  # adapters
         layer.extra = nn.Linear(4, 2, bias=False)
-    adapted = work_of(model, MASTERS.kinds, rows=1, seq=8)
+    adapted = work_of(model, DTYPES, rows=1, seq=8)
     adapters = 8 * (4 + 4 + 8)
     assert (adapted.frozen, adapted.aside, adapted.layer) == (3, 3 * adapters, full.layer + 8)
-    lora = work_of(model, MASTERS.kinds, rows=1, seq=8, trained={layer.extra.weight for layer in model.model.layers})
+    lora = work_of(model, DTYPES, rows=1, seq=8, trained={layer.extra.weight for layer in model.model.layers})
     assert (lora.frozen, lora.aside, lora.layer, lora.outer) == (4, 4 * adapters, full.layer, 0)
 
 

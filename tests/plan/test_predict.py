@@ -41,14 +41,14 @@ def cache(tmp_path, monkeypatch):
 def test_heads_workspaces_are_those_that_were_measured():
     """Notebook cce, shape Q, MiB beyond the gradients: full 13619, chunked 1203, fused with a workspace of 512: 442.
     PyTorch's own head, 8192 tokens, 256000 × 2304: 1163 MiB; 244 ms, of which three products take 42."""
-    asked = work_of(shape_only("qwen3-1.7b", torch.bfloat16), OptimizerSpec("adamw").kinds, rows=8, seq=1024)
+    asked = work_of(shape_only("qwen3-1.7b", torch.bfloat16), OptimizerSpec("adamw").state_dtypes, rows=8, seq=1024)
     # dE, which `full` does not hold yet at its peak; `with_head` deducts only dW.
     gradients = 8192 * 2048 * 2
     held = {head: with_head(asked, head).workspace / 2**20 for head in ("full", "chunked", "fused")}
     assert held["full"] - gradients / 2**20 == pytest.approx(13619, rel=0.01)
     assert held["chunked"] == pytest.approx(1203, rel=0.02)
     assert held["fused"] == pytest.approx(442, rel=0.02)
-    asked = work_of(shape_only("gemma-2-2b", torch.bfloat16), OptimizerSpec("sgd").kinds, rows=1, seq=8192)
+    asked = work_of(shape_only("gemma-2-2b", torch.bfloat16), OptimizerSpec("sgd").state_dtypes, rows=1, seq=8192)
     found = with_head(asked, "torch")
     assert found.workspace / 2**20 == pytest.approx(1163, rel=0.01)
     assert found.head_moves * 8192 * 256000 / H200.memory * 1e3 == pytest.approx(244 - 42, rel=0.02)
