@@ -90,8 +90,9 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
     with torch.random.fork_rng(drawn_from):  # running a layer to see what it saves must not change dropout's draws
         work = work_of(
             inner, lambda p: engine.precision.state_dtypes(p, *groups), rows=rows, seq=seq,
-            micro_batch=engine.micro_batch, workspace=workspace, together=not engine.in_backward, layers=engine.stack, trained=trained,
-            cuda=engine.device.type == "cuda", accumulates=engine.accumulate, **_measured(engine, piece, inner, seq),
+            micro_batch=engine.micro_batch, workspace=workspace, together=not engine.in_backward,
+            layers=engine.stack, trained=trained, cuda=engine.device.type == "cuda",
+            accumulates=engine.accumulate, **_measured(engine, piece, inner, seq),
         )  # fmt: skip
     if not work.vocabulary:
         return work
