@@ -41,8 +41,8 @@ def compiled(monkeypatch, tmp_path):
 
 def operands() -> fused_plan.Operands:
     e, w, target = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((256, 64), (2048, 64), (256,)))
-    flags = [True, True, False, True, False, False, False]
-    return fused_plan.Operands(Tensors(e, w, target.long()), [0.0] * 4, [-100, -1, 0], "mean - ", flags, check=False)
+    given = fused_plan.Packed.of([0.0] * 4, [-100, -1, 0], "mean - ", [True, True, False, True, False, False, False])
+    return fused_plan.Operands(Tensors(e, w, target.long()), given, check=False)
 
 
 def test_the_kernels_in_gluon(compiled):
