@@ -237,12 +237,12 @@ class Pass:
         narrow = 0 < self.hidden % n <= n // 2
         across = max(ceil(self.hidden, n) - narrow, 1)
         together = max(CACHED // (self.size * n * self.x.element_size()), TOGETHER[1])
-        w_end, x_end = (tile(matrix if narrow else None, k, n // 2) for matrix in (self.o.w, self.x))
+        w_narrow, x_narrow = (tile(matrix if narrow else None, k, n // 2) for matrix in (self.o.w, self.x))
         return self.launch(
-            products.products, units, z=tile(z, m, k), zt=tile(whole, k, m), w=tile(self.o.w, k, n), w_end=w_end,
-            x=tile(self.x, k, n), x_end=x_end, de=tile(de, m, n // 4), dw=tile(dw, m, n // pieces),
+            products.products, units, z=tile(z, m, k), zt=tile(whole, k, m), w=tile(self.o.w, k, n), w_narrow=w_narrow,
+            x=tile(self.x, k, n), x_narrow=x_narrow, de=tile(de, m, n // 4), dw=tile(dw, m, n // pieces),
             frequent_sums=tile(sums, m, n // 4), even_sum=even_sum, first=first, held=z.shape[1],
-            z_width=whole.shape[1], ENDS=1 + narrow, ADD_DE=first > 0, ADD_DW=self.start > 0, PIECES_DE=4,
+            z_width=whole.shape[1], WIDTHS=1 + narrow, ADD_DE=first > 0, ADD_DW=self.start > 0, PIECES_DE=4,
             PIECES_DW=pieces, PROGRAMS=next_power_of_2(units), group_de=evenly(ceil(self.size, m), TOGETHER[0]),
             group_dw=evenly(across, together), num_warps=warps, num_stages=stages,
         )  # fmt: skip
