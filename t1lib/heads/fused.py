@@ -203,8 +203,8 @@ def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:
     if ctx.spent:
         raise options.spent("fused", 'reduction="none"')
     saved, *made = ctx.saved_tensors
-    if given.early:  # if all tokens are ignored, even an infinite upstream gives 0
-        upstream = upstream.where(saved, 0.0)
+    # if all tokens are ignored, even an infinite one gives 0
+    upstream = upstream.where(saved, 0.0) if given.early else upstream
     if not given.early:
         made = backward_op(upstream, saved, *made, *given.lists())
     elif type(upstream) is not Tensor:  # traced by the compiler, which reuses memory itself and would copy for `scale_`

@@ -61,8 +61,9 @@ def _copy_tiles(x, w, ring, work, group, first, hidden, N: gl.constexpr, S: gl.c
 
 
 @gluon.jit
-def _multiply(it, steps, a, b, full, empty, N: gl.constexpr, S: gl.constexpr):
+def _multiply(it, steps, a, ring, N: gl.constexpr, S: gl.constexpr):
     """(64, N) float32: the sum over `steps` stages of a half of A times B transposed."""
+    b, full, empty = ring[2:]
     acc = gl.zeros((64, N), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
     for k in range(steps):
         s = it % S
@@ -144,7 +145,7 @@ def _multiply_tiles(
         if bias is not None:  # before the product: afterwards each thread would wait for 64 loads of its own
             at = first + n * N + gl.arange(0, N, gl.BlockedLayout([N // 128], [32], [4], [0]))
             ahead = gl.load(bias + at, mask=at < vocab, other=0.0)
-        acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, S)
+        acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring, N, S)
         columns = first + n * N + gl.arange(0, N, gl.SliceLayout(0, layout))
         if bias is not None:
             acc += gl.expand_dims(gl.convert_layout(ahead, gl.SliceLayout(0, layout)).to(gl.float32), 0)
@@ -181,7 +182,7 @@ def logits(
             c0 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
             c1 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
         else:
-            c0 = ring[3]
+            c0 = ring[3]  # never used
             c1 = ring[3]
         out = (z, marks)
         gl.warp_specialize([
