@@ -163,7 +163,8 @@ def early(o: Operands) -> Tail:
     targets(c)
     for _ in c.each(BLOCK):
         c.exponentials()
-        c.find_frequent()
+        if c.start == 0:
+            c.find_frequent()
         if c.out is not None:
             c.input_gradient()
         if c.dw is not None:
