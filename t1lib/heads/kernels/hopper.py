@@ -19,7 +19,7 @@ except ImportError:
     from triton.experimental.gluon.language.nvidia.hopper.tma import async_copy_shared_to_global as async_store
 
 from t1lib.heads.kernels import tiles
-from t1lib.heads.kernels.logits import NEVER, exponentials, gradients, load_factors, settled_offset, store_sums, work_of
+from t1lib.heads.kernels.logits import exponentials, gradients, load_factors, offsets_of, store_sums, work_of
 
 FROM = gl.constexpr(432.0)  # from here on e4m3 rounds to 448, its largest number
 
@@ -125,13 +125,8 @@ def _multiply_tiles(
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     unit = softcap * tiles.LOG2E if softcap is not None else 1.0 * tiles.LOG2E
     rows = m * 128 + half + gl.arange(0, 64, by_row)
-    shift = gl.load(row + tiles.OFFSET * tokens + start + rows, mask=rows < live, other=NEVER)
     nothing = gl.full((64,), -float("inf"), gl.float32, by_row)
-    if FLAGS.redo:
-        highest = nothing
-        for part in range(splits):
-            highest = gl.maximum(highest, gl.load(sums + (splits + part) * capacity + rows))
-        shift = settled_offset(highest, shift)
+    shift = offsets_of(rows, nothing, row, sums, tokens, start, live, splits, capacity, FLAGS)
     found = (gl.zeros((64,), gl.float32, by_row), nothing, gl.zeros((64,), gl.float32, by_row))
     it = 0
     for index in range(begin, end, stride):

@@ -58,6 +58,18 @@ def settled_offset(highest, guess):
 
 
 @triton.jit
+def offsets_of(rows, nothing, row, sums, tokens, start, live, splits, capacity, FLAGS: tl.constexpr):
+    """Of `rows` of the chunk: the first guess, or with FLAGS.redo what is settled. nothing: −inf for each."""
+    shift = tl.load(row + tiles.OFFSET * tokens + start + rows, mask=rows < live, other=NEVER)
+    if FLAGS.redo:
+        highest = nothing
+        for part in range(splits):
+            highest = tl.maximum(highest, tl.load(sums + (splits + part) * capacity + rows))
+        shift = settled_offset(highest, shift)
+    return shift
+
+
+@triton.jit
 def work_of(live, size, held, splits, group, flag, M: tl.constexpr, N: tl.constexpr, FLAGS: tl.constexpr):
     """Whether this program has tiles to do; (row block, part of the vocabulary, range of tiles; blocks, across)."""
     across = tl.cdiv(held, N)
@@ -164,13 +176,9 @@ def logits(
     m, split, begin, end, stride, blocks, across = work
     rows = m * M + tl.arange(0, M)
     unit = softcap * tiles.LOG2E if softcap is not None else 1.0 * tiles.LOG2E
-    shift = tl.load(row + tiles.OFFSET * tokens + start + rows, mask=rows < live, other=NEVER)
-    if FLAGS.redo:
-        highest = tl.full([M], -float("inf"), tl.float32)
-        for part in range(splits):
-            highest = tl.maximum(highest, tl.load(sums + (splits + part) * capacity + rows))
-        shift = settled_offset(highest, shift)
-    found = (tl.zeros([M], tl.float32), tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32))
+    nothing = tl.full([M], -float("inf"), tl.float32)
+    shift = offsets_of(rows, nothing, row, sums, tokens, start, live, splits, capacity, FLAGS)
+    found = (tl.zeros([M], tl.float32), nothing, tl.zeros([M], tl.float32))
     for index in tl.range(begin, end, stride, flatten=True):
         n = index
         if FLAGS.gradient:
