@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from t1lib.heads.fused_plan import TILES, WHOLE, Buffer, Operands, Plan, ceil, splits_of, up
 from t1lib.heads.kernels import FMA, logits, products, rows
-from t1lib.heads.kernels.tiles import FIELDS, LARGE, LN2
+from t1lib.heads.kernels.tiles import FIELDS, LN2, PRECISE_FROM
 from t1lib.heads.options import HeadStats, check_range
 
 try:
@@ -51,7 +51,7 @@ class Pass:
                 tokens, while a chunk may hold those of any process
 
     An argument of a kernel that a launch is not given is the attribute of that name: so most attributes are arguments.
-    Those that are not: o, opts, plan, tiles, tma, fields, and what begins with _."""
+    Those that are not: o, opts, plan, tiles, tma, fields, exchange, and what begins with _."""
 
     splits_from = 1  # parts of the vocabulary, see `splits_of`
 
@@ -77,7 +77,7 @@ class Pass:
             tokens=len(o.opts.target), start=0, beyond=beyond, capacity=self.plan.capacity, hidden=o.shape.hidden,
             vocab=o.opts.vocab, parts=self.plan.parts, softcap=s.softcap, z_loss=s.z_loss or None,
             filter_eps=s.filter_eps, M=self.tiles.m, N=self.tiles.n, K=self.tiles.k, SCALED=kind == "early",
-            EVEN_SHARE=bool(s.label_smoothing), PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= LARGE,
+            EVEN_SHARE=bool(s.label_smoothing), PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= PRECISE_FROM,
             BLOCK=BLOCK, PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
         )  # fmt: skip
         self._put_in_order(kind == "early" and (dw or db), upstream)
@@ -144,7 +144,7 @@ class Pass:
         self._place_rows()
         out, shards, number = self.out, self.opts.settings.shards, len(self.out)
         if shards is not None:
-            out = self.rows[0, : self.size * self.hidden].view(self.size, self.hidden)
+            out = self.exchange[0, : self.size * self.hidden].view(self.size, self.hidden)
         self.launch(rows.finish_input_gradient, self.size, ceil(self.hidden, BLOCK), out=out, out_stride=out.stride(0))
         if shards is not None:
             place = self.order[self.start : self.start + self.size] - shards.rank * number * shards.sequence

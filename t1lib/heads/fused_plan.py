@@ -124,7 +124,7 @@ def layout(shape: Shape, plan: Plan, early: bool) -> dict[str, Buffer]:
     if scaled:
         found["frequent_sums"] = Buffer(frequent, hidden)
     if shape.ranks:  # what the shards of the vocabulary exchange
-        found["rows"] = Buffer(1, rows * hidden * shape.de)  # contiguous: gloo sums storage, strides or not
+        found["exchange"] = Buffer(1, rows * hidden * shape.de)  # contiguous: gloo sums storage, strides or not
     return found
 
 

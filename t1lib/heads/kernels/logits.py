@@ -15,7 +15,7 @@ LEAD = tl.constexpr(32.0)  # how far the first offset is above the target's logi
 class Flags(NamedTuple):
     gradient: bool  # see `logits`
     redo: bool
-    precise: bool  # a softcap of at least `tiles.LARGE`
+    precise: bool  # a softcap of at least `tiles.PRECISE_FROM`
     even_share: bool  # label smoothing
     ragged: bool  # there are columns beyond the vocabulary
 
