@@ -220,7 +220,7 @@ class Pass:
         o, t = self.o, self.tiles
         w, vocab = o.w[::every], ceil(o.opts.vocab, every)
         splits = 1 if gradient else min(self.splits, ceil(vocab, t.n))
-        flags = logits.Flags(gradient, redo, self.PRECISE, self.EVEN_SHARE, vocab % t.n != 0)
+        flags = logits.Flags(gradient, redo, precise=self.PRECISE, even_share=self.EVEN_SHARE, ragged=vocab % t.n != 0)
         group = evenly(ceil(self.size, t.m), max(1, CACHED // (t.m * self.hidden * w.element_size())))
         given = dict(vocab=vocab, first=first, held=vocab if z is None else z.shape[1], group=group)
         given |= dict(splits=splits, FLAGS=flags)
@@ -235,7 +235,8 @@ class Pass:
     def products(self, z: Tensor, first: int, even_sum: Tensor | None = None) -> Callable[[int], None]:
         """dE's partial sums and dW from z, whose columns are w's rows from `first` on; frequent targets' rows from the
         copies beyond them. The first chunk writes dW, less label smoothing's even share, the others add to it."""
-        (m, n, k, warps, _, stages), tile, units = self.tiles, self._tile, self.o.device.units
+        t, tile, units = self.tiles, self._tile, self.o.device.units
+        m, n, k = t.m, t.n, t.k
         de, dw, sums = self.de, self.dw, self.frequent_sums
         whole = z if sums is None else self.z
         pieces = 1 if dw is None else dw.element_size()
@@ -249,7 +250,7 @@ class Pass:
             frequent_sums=tile(sums, m, n // 4), even_sum=even_sum, first=first, held=z.shape[1],
             z_width=whole.shape[1], WIDTHS=1 + narrow, ADD_DE=first > 0, ADD_DW=self.start > 0, PIECES_DE=4,
             PIECES_DW=pieces, PROGRAMS=next_power_of_2(units), group_de=evenly(ceil(self.size, m), TOGETHER[0]),
-            group_dw=evenly(across, together), num_warps=warps, num_stages=stages,
+            group_dw=evenly(across, together), num_warps=t.warps, num_stages=t.product_stages,
         )  # fmt: skip
 
     def add_bias(self, z: Tensor, first: int, factor: Tensor | None = None) -> None:
