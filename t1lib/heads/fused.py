@@ -1,6 +1,6 @@
 """Head `fused`: Triton kernels that never hold the whole logits and run at the speed of the matrix products. PyTorch
 sees one operator, and a second one for a backward that recomputes the logits: its compiler knows what shapes and what
-gradients they give. Both take six tensors, numbers, sizes, words and flags (`_packed`)."""
+gradients they give. Both take six tensors (`Tensors`), numbers, sizes, words and flags (`Packed`)."""
 
 import os
 import threading
@@ -14,6 +14,7 @@ from t1lib.errors import choose, require
 from t1lib.heads import fused_plan, options
 from t1lib.heads.chunked import chunked as chunked_head
 from t1lib.heads.full import full
+from t1lib.heads.fused_plan import Packed
 from t1lib.heads.kernels import scale_, triton
 from t1lib.heads.options import HeadStats, Settings, Tensors
 
@@ -52,7 +53,7 @@ def fused(
             return full(tensors, settings)
         return chunked_head(tensors, settings, chunks=chunks)
     packed = _packed(tensors, settings, chunks or 0, tail is not None)
-    loss, *stats = forward_op(*tensors, *packed)[:4]
+    loss, *stats = forward_op(*tensors, *packed.lists())[:4]
     return loss, HeadStats(*stats) if settings.return_stats else None
 
 
@@ -83,9 +84,9 @@ def kernels_run(input: Tensor) -> bool:
     return runs and triton is not None
 
 
-def _packed(tensors: Tensors, s: Settings, chunks: int, tail: bool) -> tuple[list, list, str, list]:
-    """The operators' other arguments: numbers, sizes, words and flags (the three gradients wanted, `early`, statistics,
-    sequence, FP8). Shapes and tensors' values are checked inside the operator: the compiler cannot trace that."""
+def _packed(tensors: Tensors, s: Settings, chunks: int, tail: bool) -> Packed:
+    """The operators' other arguments. Shapes and tensors' values are checked inside the operator: the compiler cannot
+    trace that."""
     input, w, _, b, *_ = tensors
     autocast = options.autocast_dtype(input)
     compute = autocast or input.dtype
@@ -97,10 +98,11 @@ def _packed(tensors: Tensors, s: Settings, chunks: int, tail: bool) -> tuple[lis
         tail = w.shape[1] % 8 == 0 and (copied or w.stride(0) % 8 == 0)
     early = any(needs) and (tail or _is_early(tensors, s, compute))
     group, rows, sequence = s.shards or (None, (), False)
-    numbers = [s.label_smoothing, s.softcap or 0.0, s.z_loss, s.filter_eps or 0.0]
-    sizes = [s.ignore_index, -1 if s.workspace is None else s.workspace, chunks, *rows]
-    words = f"{s.reduction} {DTYPES[autocast] if autocast else '-'} {'' if group is None else group.group_name}"
-    return numbers, sizes, words, [*needs, early, s.return_stats, sequence, tail]
+    return Packed(
+        s.label_smoothing, s.softcap or 0.0, s.z_loss, s.filter_eps or 0.0, s.ignore_index,
+        -1 if s.workspace is None else s.workspace, chunks, rows, s.reduction, DTYPES[autocast] if autocast else "-",
+        "" if group is None else group.group_name, needs, early, s.return_stats, sequence, tail,
+    )  # fmt: skip
 
 
 def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
@@ -128,33 +130,34 @@ def forward_op(*call):
     """(loss, lse, logprob, correct, saved, dE, dW, dBias); some may be empty. saved: if any token counts, or lse."""
     from t1lib.heads import fused_launch, fused_run  # need Triton
 
-    tensors, (*needs, early, return_stats, _, tail) = Tensors(*call[:6]), call[9]
+    tensors, given = Tensors(*call[:6]), Packed.of(*call[6:])
     with torch.cuda.device_of(tensors.input) if tensors.input.is_cuda else INTERPRETER:  # where Triton launches
-        o = fused_plan.Operands(tensors, *call[6:], check=True)
-        if any(needs) and not early:  # a workspace too small for the backward is refused here already
+        o = fused_plan.Operands(tensors, given, check=True)
+        if any(given.needs) and not given.early:  # a workspace too small for the backward is refused here already
             o.plan("late")
-        if early and tail and len(o.e) and fused_launch.aligned(o.w):
+        if given.early and given.tail and len(o.e) and fused_launch.aligned(o.w):
             from t1lib.heads import fused_tail
 
             done = fused_tail.early(o)
         else:
-            done = fused_run.early(o) if early else fused_run.loss_only(o)
-        loss, stats = done.results(return_stats)
+            done = fused_run.early(o) if given.early else fused_run.loss_only(o)
+        loss, stats = done.results(given.return_stats)
         # operators return no views
-        stats = [x.clone() for x in stats] if return_stats else [tensors.input.new_empty(0) for _ in range(3)]
-        saved = done.number > 0 if early else torch.stack([done.fields["offset"], done.fields["log_total"]])
+        stats = [x.clone() for x in stats] if given.return_stats else [tensors.input.new_empty(0) for _ in range(3)]
+        saved = done.number > 0 if given.early else torch.stack([done.fields["offset"], done.fields["log_total"]])
         return loss, *stats, saved, *_filled(tensors, done.gradients())
 
 
 @forward_op.register_fake
 def _(*call):
-    tensors, (_, sizes, words, flags) = Tensors(*call[:6]), call[6:]
-    (reduction, _, group), shape, new = words.split(" "), tensors.target.shape, tensors.input.new_empty
-    tokens = tensors.target.numel() * (len(sizes[3:]) if group and flags[5] else 1)
-    loss = new(shape if reduction == "none" else (), dtype=torch.float32)
-    stats = [new(shape, dtype=t) if flags[4] else new(0) for t in (torch.float32, torch.float32, torch.bool)]
-    saved = new((), dtype=torch.bool) if flags[3] else new((2, tokens), dtype=torch.float32)
-    return loss, *stats, saved, *_filled(tensors, [f and flags[3] for f in flags[:3]])
+    tensors, given = Tensors(*call[:6]), Packed.of(*call[6:])
+    shape, new = tensors.target.shape, tensors.input.new_empty
+    tokens = tensors.target.numel() * (len(given.rows) if given.sequence else 1)
+    loss = new(shape if given.reduction == "none" else (), dtype=torch.float32)
+    dtypes = torch.float32, torch.float32, torch.bool
+    stats = [new(shape, dtype=t) if given.return_stats else new(0) for t in dtypes]
+    saved = new((), dtype=torch.bool) if given.early else new((2, tokens), dtype=torch.float32)
+    return loss, *stats, saved, *_filled(tensors, [needed and given.early for needed in given.needs])
 
 
 @torch.library.custom_op(
@@ -167,12 +170,13 @@ def backward_op(upstream, lse, *call):
 
     tensors = Tensors(*call[:6])
     with torch.cuda.device_of(lse) if lse.is_cuda else INTERPRETER:
-        return _filled(tensors, fused_run.late(fused_plan.Operands(tensors, *call[6:], check=False), lse, upstream))
+        o = fused_plan.Operands(tensors, Packed.of(*call[6:]), check=False)
+        return _filled(tensors, fused_run.late(o, lse, upstream))
 
 
 @backward_op.register_fake
 def _(upstream, lse, *call):
-    return _filled(Tensors(*call[:6]), call[9][:3])
+    return _filled(Tensors(*call[:6]), Packed.of(*call[6:]).needs)
 
 
 def _filled(tensors: Tensors, gradients: Sequence[Tensor | bool | None]) -> tuple[Tensor, ...]:
@@ -185,30 +189,31 @@ def _filled(tensors: Tensors, gradients: Sequence[Tensor | bool | None]) -> tupl
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.rest, ctx.early, ctx.spent = inputs[6:], inputs[9][3], False
+    ctx.given, ctx.spent = Packed.of(*inputs[6:]), False
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[4], *(output[5:] if ctx.early else inputs[:6]))
+    ctx.save_for_backward(output[4], *(output[5:] if ctx.given.early else inputs[:6]))
 
 
 def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:
-    _, _, words, flags = ctx.rest
-    options.require_plain_backward("fused", upstream, grouped=not words.endswith(" "))
+    given = ctx.given
+    options.require_plain_backward("fused", upstream, grouped=bool(given.group))
     if upstream is None:
         return (None,) * 10
     if ctx.spent:
         raise options.spent("fused", 'reduction="none"')
     saved, *made = ctx.saved_tensors
-    upstream = upstream.where(saved, 0.0) if ctx.early else upstream  # if all are ignored, even an infinite one gives 0
-    if not ctx.early:
-        made = backward_op(upstream, saved, *made, *ctx.rest)
+    # if all tokens are ignored, even an infinite one gives 0
+    upstream = upstream.where(saved, 0.0) if given.early else upstream
+    if not given.early:
+        made = backward_op(upstream, saved, *made, *given.lists())
     elif type(upstream) is not Tensor:  # traced by the compiler, which reuses memory itself and would copy for `scale_`
         made = [(g.float() * upstream).to(g.dtype) for g in made]
     else:
         ctx.spent = True
         for g in filter(Tensor.numel, made):
             scale_(g, upstream)
-    de, dw, db = (g if needed else None for g, needed in zip(made, flags, strict=False))
+    de, dw, db = (g if needed else None for g, needed in zip(made, given.needs, strict=True))
     return de, dw, None, db, *(None,) * 6
 
 

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from t1lib.heads.fused_plan import TILES, WHOLE, Buffer, Operands, Plan, ceil, splits_of, up
 from t1lib.heads.kernels import FMA, logits, products, rows
-from t1lib.heads.kernels.tiles import FIELDS, LARGE, LN2
+from t1lib.heads.kernels.tiles import FIELDS, LN2, PRECISE_FROM
 from t1lib.heads.options import HeadStats, check_range
 
 try:
@@ -49,9 +49,10 @@ class Pass:
     out, dw, db gradients to be filled, (N, D), (V, D) and (V) float32, or None. Rows of `out` are summed over shards in
                 float32 while the next chunk computes. Under sequence parallelism `out` holds only this process's
                 tokens, while a chunk may hold those of any process
-    known       all attributes by name: a launch looks up the kernel's arguments here, unless they are given"""
 
-    known = property(vars)
+    An argument of a kernel that a launch is not given is the attribute of that name: so most attributes are arguments.
+    Those that are not: o, opts, plan, tiles, tma, fields, exchange, and what begins with _."""
+
     splits_from = 1  # parts of the vocabulary, see `splits_of`
 
     def __init__(
@@ -65,17 +66,18 @@ class Pass:
         self.dw = make(o.w.shape, dtype=o.dw_dtype, device=device) if dw else None
         self.db = torch.zeros(o.opts.vocab, dtype=torch.float32, device=device) if db else None
         self.tiles, self.tma = TILES[o.device.kind, o.w.element_size()], o.device.kind == "hopper"
-        missing = "z", "marks", "de", "frequent_sums", "frequent", "frequent_number", "slot", "even_vector"
-        matrices = dict.fromkeys(missing) | allocate(device, layout) | {"w": o.w, "dw": self.dw}  # some are found later
-        beyond, copied = up(o.opts.vocab, WHOLE), matrices["frequent_sums"] is not None
-        matrices["columns"] = matrices["z"][:, beyond:] if kind == "early" and copied else None
-        self.known.update(matrices | {f"{n}_stride": 0 if m is None else m.stride(0) for n, m in matrices.items()})
-        self.known.update(
+        self.segment_end = self.frequent = self.frequent_number = self.slot = self.even_vector = None  # until found
+        absent = dict.fromkeys(("z", "marks", "de", "frequent_sums"))  # not in every layout
+        matrices = absent | allocate(device, layout) | {"w": o.w, "dw": self.dw}
+        beyond = up(o.opts.vocab, WHOLE)
+        matrices["columns"] = None if matrices["frequent_sums"] is None else matrices["z"][:, beyond:]
+        vars(self).update(matrices | {f"{n}_stride": 0 if m is None else m.stride(0) for n, m in matrices.items()})
+        vars(self).update(
             e=o.e, e_row=o.e.stride(0), e_column=o.e.stride(1), bias=o.b, class_weight=o.opts.local_class_weight,
             tokens=len(o.opts.target), start=0, beyond=beyond, capacity=self.plan.capacity, hidden=o.shape.hidden,
             vocab=o.opts.vocab, parts=self.plan.parts, softcap=s.softcap, z_loss=s.z_loss or None,
             filter_eps=s.filter_eps, M=self.tiles.m, N=self.tiles.n, K=self.tiles.k, SCALED=kind == "early",
-            EVEN_SHARE=bool(s.label_smoothing), PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= LARGE,
+            EVEN_SHARE=bool(s.label_smoothing), PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= PRECISE_FROM,
             BLOCK=BLOCK, PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
         )  # fmt: skip
         self._put_in_order(kind == "early" and (dw or db), upstream)
@@ -88,23 +90,26 @@ class Pass:
         self.row = torch.zeros(len(FIELDS.split()), size, dtype=torch.float32, device=opts.target.device)
         in_range = new((), dtype=torch.bool)
         self.fields = dict(zip(FIELDS.split(), self.row.unbind(), strict=True))
+        self.target = new(size, dtype=torch.int32)
+        key = new(size, dtype=torch.int32 if by_target else torch.uint8)  # sorted in four passes, or in one
+        given = dict(token_target=opts.target, token_weight=opts.token_weight)
+        given |= dict(whole_class_weight=opts.class_weight, classes=opts.classes)
         smooth = s.label_smoothing or None
-        self.known.update(
-            token_target=opts.target, token_weight=opts.token_weight, whole_class_weight=opts.class_weight,
-            classes=opts.classes, smooth=smooth, target=new(size, dtype=torch.int32),
-            class_sum=opts.class_sum if smooth and opts.class_weight is not None else None,
-            ignore_index=s.ignore_index, in_range=in_range.view(torch.int8), denominator=opts.denominator,
-            key=new(size, dtype=torch.int32 if by_target else torch.uint8),  # sorted in four passes, or in one
+        class_sum = opts.class_sum if smooth and opts.class_weight is not None else None
+        self.launch(
+            rows.sort_keys, 1, **given, key=key, denominator=opts.denominator, in_range=in_range.view(torch.int8),
+            ignore_index=s.ignore_index, BY_TARGET=by_target, BLOCK=8192, num_warps=16,
         )  # fmt: skip
-        self.launch(rows.sort_keys, 1, BY_TARGET=by_target, BLOCK=8192, num_warps=16)
         if self.o.check:
             check_range(opts, in_range)
-        self.key, self.order = torch.sort(self.key, stable=True)
+        self.key, self.order = torch.sort(key, stable=True)
         each = upstream is not None and s.reduction == "none"
         upstream = opts.tokens(upstream.flatten()) if each else upstream
-        denominator = opts.denominator if s.reduction == "mean" else None
-        given = dict(upstream=upstream, upstream_stride=upstream.stride(0) if each else 0, denominator=denominator)
-        self.launch(rows.fill_rows, ceil(size, BLOCK), first=opts.first, **given)
+        self.launch(
+            rows.fill_rows, ceil(size, BLOCK), **given, first=opts.first, smooth=smooth, class_sum=class_sum,
+            denominator=opts.denominator if s.reduction == "mean" else None,
+            upstream=upstream, upstream_stride=upstream.stride(0) if each else 0,
+        )  # fmt: skip
 
     def results(self, stats: bool) -> tuple[Tensor, HeadStats | None]:
         """The loss as the call returns it, and its statistics, if `stats`."""
@@ -139,7 +144,7 @@ class Pass:
         self._place_rows()
         out, shards, number = self.out, self.opts.settings.shards, len(self.out)
         if shards is not None:
-            out = self.rows[0, : self.size * self.hidden].view(self.size, self.hidden)
+            out = self.exchange[0, : self.size * self.hidden].view(self.size, self.hidden)
         self.launch(rows.finish_input_gradient, self.size, ceil(self.hidden, BLOCK), out=out, out_stride=out.stride(0))
         if shards is not None:
             place = self.order[self.start : self.start + self.size] - shards.rank * number * shards.sequence
@@ -158,12 +163,12 @@ class Pass:
         return self.out, self.dw, self.db
 
     def find_frequent(self, even_sum: Tensor | None = None) -> None:
-        """On the first call, find where each target's tokens end (`segment_end`) and which targets are most frequent.
-        Their rows of dW add up in float32 over the chunks, in `frequent_sums` (H, D), which starts as what label
-        smoothing subtracts, −c ⊗ `even_sum`, or 0. `frequent` (H): classes, the most frequent first (counts are capped
-        at 255, ties go to the lower class); the first `frequent_number` () are used. `place` (H): the position at which
-        the tokens of each begin. `slot` (V and more): a class's index in `frequent`, or −1."""
-        if "segment_end" in self.known or (self.dw is None and self.db is None):
+        """Find where each target's tokens end (`segment_end`) and, for dW, which targets are most frequent. Their rows
+        of dW add up in float32 over the chunks, in `frequent_sums` (H, D), which starts as what label smoothing
+        subtracts, −c ⊗ `even_sum`, or 0. `frequent` (H): classes, the most frequent first (counts are capped at 255,
+        ties go to the lower class); the first `frequent_number` () are used. `place` (H): the position at which the
+        tokens of each begin. `slot` (V and more): a class's index in `frequent`, or −1."""
+        if self.dw is None and self.db is None:
             return
         self.segment_end = torch.searchsorted(self.key, self.key, right=True, out_int32=True)
         if self.dw is None:
@@ -188,8 +193,8 @@ class Pass:
     def launch(self, kernel: Any, *grid: int, **given: Any) -> Callable[[int], None]:
         """Launch a kernel; return a function that launches it again for another `first` that compiles to the same. That
         skips Triton's look at all arguments and new descriptors: longer on the host than a small chunk on the GPU."""
-        known = self.known
-        arguments = {name: given.pop(name) if name in given else known[name] for name in kernel.arg_names}
+        held = vars(self)
+        arguments = {name: given.pop(name) if name in given else held[name] for name in kernel.arg_names}
         given |= FMA
         compiled = kernel[grid](**arguments, **given)
 
@@ -215,7 +220,7 @@ class Pass:
         o, t = self.o, self.tiles
         w, vocab = o.w[::every], ceil(o.opts.vocab, every)
         splits = 1 if gradient else min(self.splits, ceil(vocab, t.n))
-        flags = logits.Flags(gradient, redo, self.PRECISE, self.EVEN_SHARE, vocab % t.n != 0)
+        flags = logits.Flags(gradient, redo, precise=self.PRECISE, even_share=self.EVEN_SHARE, ragged=vocab % t.n != 0)
         group = evenly(ceil(self.size, t.m), max(1, CACHED // (t.m * self.hidden * w.element_size())))
         given = dict(vocab=vocab, first=first, held=vocab if z is None else z.shape[1], group=group)
         given |= dict(splits=splits, FLAGS=flags)
@@ -230,21 +235,22 @@ class Pass:
     def products(self, z: Tensor, first: int, even_sum: Tensor | None = None) -> Callable[[int], None]:
         """dE's partial sums and dW from z, whose columns are w's rows from `first` on; frequent targets' rows from the
         copies beyond them. The first chunk writes dW, less label smoothing's even share, the others add to it."""
-        (m, n, k, warps, _, stages), tile, units = self.tiles, self._tile, self.o.device.units
+        t, tile, units = self.tiles, self._tile, self.o.device.units
+        m, n, k = t.m, t.n, t.k
         de, dw, sums = self.de, self.dw, self.frequent_sums
         whole = z if sums is None else self.z
         pieces = 1 if dw is None else dw.element_size()
         narrow = 0 < self.hidden % n <= n // 2
         across = max(ceil(self.hidden, n) - narrow, 1)
         together = max(CACHED // (self.size * n * self.x.element_size()), TOGETHER[1])
-        w_end, x_end = (tile(matrix if narrow else None, k, n // 2) for matrix in (self.o.w, self.x))
+        w_narrow, x_narrow = (tile(matrix if narrow else None, k, n // 2) for matrix in (self.o.w, self.x))
         return self.launch(
-            products.products, units, z=tile(z, m, k), zt=tile(whole, k, m), w=tile(self.o.w, k, n), w_end=w_end,
-            x=tile(self.x, k, n), x_end=x_end, de=tile(de, m, n // 4), dw=tile(dw, m, n // pieces),
+            products.products, units, z=tile(z, m, k), zt=tile(whole, k, m), w=tile(self.o.w, k, n), w_narrow=w_narrow,
+            x=tile(self.x, k, n), x_narrow=x_narrow, de=tile(de, m, n // 4), dw=tile(dw, m, n // pieces),
             frequent_sums=tile(sums, m, n // 4), even_sum=even_sum, first=first, held=z.shape[1],
-            z_width=whole.shape[1], ENDS=1 + narrow, ADD_DE=first > 0, ADD_DW=self.start > 0, PIECES_DE=4,
+            z_width=whole.shape[1], WIDTHS=1 + narrow, ADD_DE=first > 0, ADD_DW=self.start > 0, PIECES_DE=4,
             PIECES_DW=pieces, PROGRAMS=next_power_of_2(units), group_de=evenly(ceil(self.size, m), TOGETHER[0]),
-            group_dw=evenly(across, together), num_warps=warps, num_stages=stages,
+            group_dw=evenly(across, together), num_warps=t.warps, num_stages=t.product_stages,
         )  # fmt: skip
 
     def add_bias(self, z: Tensor, first: int, factor: Tensor | None = None) -> None:
@@ -256,7 +262,7 @@ class Pass:
     def add_targets(self) -> None:
         """After all chunks, add the targets' own terms to dW and dBias, rounded once. Frequent targets have programs of
         another shape: one shape for all takes 2 to 8 times as long, as most targets have one token."""
-        if "segment_end" not in self.known:
+        if self.segment_end is None:
             return
         kernel, dw = products.target_rows, self.dw is not None
         height, width = 1 if dw else 32, ceil(self.hidden, 1024)

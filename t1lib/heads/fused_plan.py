@@ -1,7 +1,7 @@
 """Head `fused`: choose how many tokens and columns to take at a time, within a budget in bytes, by a cost model. A plan
 is found in about a millisecond and kept; numbers of tokens that fill equally many row blocks share one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -124,7 +124,7 @@ def layout(shape: Shape, plan: Plan, early: bool) -> dict[str, Buffer]:
     if scaled:
         found["frequent_sums"] = Buffer(frequent, hidden)
     if shape.ranks:  # what the shards of the vocabulary exchange
-        found["rows"] = Buffer(1, rows * hidden * shape.de)  # contiguous: gloo sums storage, strides or not
+        found["exchange"] = Buffer(1, rows * hidden * shape.de)  # contiguous: gloo sums storage, strides or not
     return found
 
 
@@ -243,30 +243,59 @@ def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks
     return least
 
 
+class Packed(NamedTuple):
+    """The operators' arguments besides tensors. Their schema has no names for these: it takes them as four lists."""
+
+    label_smoothing: float
+    softcap: float  # 0: none
+    z_loss: float
+    filter_eps: float  # 0: none
+    ignore_index: int
+    workspace: int  # -1: the default
+    chunks: int  # 0: by the workspace
+    rows: Sequence[int]  # of `Shards`; empty without a group
+    reduction: str
+    autocast: str  # the dtype of the products, or - outside autocast
+    group: str  # its name, because an operator cannot take a group; empty without one
+    needs: Sequence[bool]  # whether the gradients of input, weight and bias are wanted
+    early: bool  # whether the forward computes them
+    return_stats: bool
+    sequence: bool  # of `Shards`
+    tail: bool  # FP8
+
+    def lists(self) -> tuple[list[float], list[int], str, list[bool]]:
+        """Numbers, sizes, words and flags."""
+        words = f"{self.reduction} {self.autocast} {self.group}"
+        return list(self[:4]), [*self[4:7], *self.rows], words, [*self.needs, *self[12:]]
+
+    @classmethod
+    def of(cls, numbers, sizes, words, flags) -> "Packed":
+        return cls(*numbers, *sizes[:3], sizes[3:], *words.split(" "), flags[:3], *flags[3:])
+
+
 class Operands:
     """An operator's arguments as the kernels need them: e (N, D), of any strides; w (V, D) with unit column stride and
     b (V) or None, both in the products' dtype. needs: whether their gradients are wanted. shape, device: for `plan`."""
 
-    def __init__(self, tensors: Tensors, numbers, sizes, words, flags, check: bool) -> None:
-        (smooth, softcap, z_loss, filter_eps), (ignore_index, workspace, chunks, *rows) = numbers, sizes
-        (reduction, dtype, group), (e, w, _, b, *_), shards = words.split(" "), tensors, None
-        if group:  # by its name, because an operator cannot take a group
-            shards = Shards(dist.distributed_c10d._resolve_process_group(group), tuple(rows), flags[5])
+    def __init__(self, tensors: Tensors, given: Packed, check: bool) -> None:
+        (e, w, _, b, *_), shards = tensors, None
+        if given.group:
+            group = dist.distributed_c10d._resolve_process_group(given.group)
+            shards = Shards(group, tuple(given.rows), given.sequence)
         settings = Settings(
-            reduction, ignore_index, smooth, softcap or None, z_loss, None if workspace < 0 else workspace,
-            filter_eps or None, shards=shards,
+            given.reduction, given.ignore_index, given.label_smoothing, given.softcap or None, given.z_loss,
+            None if given.workspace < 0 else given.workspace, given.filter_eps or None, shards=shards,
         )  # fmt: skip
         with torch.autocast(e.device.type, enabled=False):  # the forward's state counts, also in the backward
-            self.opts = Options(tensors, settings, same_dtype=dtype == "-", check=check)
-        compute = e.dtype if dtype == "-" else getattr(torch, dtype)
-        self.needs, self.dw_dtype, self.chunks = flags[:3], w.dtype, chunks or None
-        self.check = check
+            self.opts = Options(tensors, settings, same_dtype=given.autocast == "-", check=check)
+        compute = e.dtype if given.autocast == "-" else getattr(torch, given.autocast)
+        self.needs, self.dw_dtype, self.chunks, self.check = given.needs, w.dtype, given.chunks or None, check
         self.e = self.opts.tokens(e.reshape(-1, e.shape[-1]))
         self.w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
         self.b = None if b is None else b.to(compute).contiguous()
         most = self.opts.most  # all shards must split the tokens into the same chunks
         copied = copies(tensors, compute, most)
-        self.shape = Shape(len(self.e), most, w.shape[1], compute, *self.needs[:2], copied, len(rows))
+        self.shape = Shape(len(self.e), most, w.shape[1], compute, *self.needs[:2], copied, len(given.rows))
         self.device = device_of(e.device)
 
     def plan(self, kind: str) -> tuple[Plan, dict[str, Buffer]]:

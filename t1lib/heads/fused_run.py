@@ -12,6 +12,7 @@ from t1lib.heads.fused_plan import Operands, ceil, up
 from t1lib.heads.kernels import logits, rows
 from t1lib.heads.kernels.logits import LEAD, NEVER
 from t1lib.heads.kernels.tiles import LN2, LOG_TOTAL, OFFSET
+from t1lib.heads.options import Shards
 
 
 def targets(c: Pass) -> None:
@@ -30,11 +31,13 @@ def statistics(c: Pass, z: Tensor | None) -> None:
     for redo in (False, True):  # in the second launch, programs without an overflow end at once
         c.logits(z, redo=redo)
     c.launch(rows.finish_rows, c.size, splits=c.splits, SPLITS=next_power_of_2(c.splits))
-    shards = c.opts.settings.shards
-    if shards is None:
-        return
-    # one collective turns statistics over this shard's columns into those over the whole vocabulary. All is taken
-    # relative to the largest offset: nearly always the shards' are equal, and no digit of these large numbers is lost
+    if c.opts.settings.shards is not None:
+        _combine(c, c.opts.settings.shards)
+
+
+def _combine(c: Pass, shards: Shards) -> None:
+    """Turn statistics over this shard's columns into those over the whole vocabulary, in one collective. All is taken
+    relative to the largest offset: nearly always the shards' are equal, and no digit of these large numbers is lost."""
     here = {name: field[c.start : c.start + c.size] for name, field in c.fields.items()}
     mine = torch.stack([here[name] for name in ("offset", "log_total", "correct", "pull")])
     offset, log_total, correct, pull = shards.gather(mine).view(-1, *mine.shape).unbind(1)
@@ -65,7 +68,8 @@ def early(o: Operands) -> Pass:
     z = c.z[:, : opts.vocab]
     for _ in c.each():
         statistics(c, z)
-        c.find_frequent(even_sum)  # now that the device is busy
+        if c.start == 0:  # only now, while the device is busy
+            c.find_frequent(even_sum)
         c.launch(rows.scale_rows, up(c.size, c.tiles.m))
         c.products(z, 0, even_sum if c.start == 0 else None)
         c.add_bias(z, 0, c.fields["scale"][c.start :])

@@ -125,7 +125,7 @@ class Tail(Pass):
                 grid = ceil(up(count, 16), 32), ceil(hidden, 128)
                 given = dict(gain=self.gain_w, first=first, count=up(count, 16), HEIGHT=32, BLOCK=128)
                 self.launch(tail.narrow_weight, *grid, **given, num_warps=4)
-            self.products(
+            self._product(
                 w8[: up(count, 16)], self.e4m3, self.de, self.gain_w, first=first, columns=count,
                 height=self.plan.capacity, BY_ROW=True, ADD=first > 0, parts=self.plan.parts,
             )  # fmt: skip
@@ -136,12 +136,12 @@ class Tail(Pass):
         gain = gain_of((top * scale).abs().amax())
         grid = ceil(self.plan.capacity, 64), ceil(len(x8), 64)
         self.launch(tail.narrow_hidden, *grid, gain=gain, M=64, BLOCK=64, num_warps=4)
-        self.products(
+        self._product(
             self.z, x8.view(torch.float8_e4m3fn), self.dw, gain, first=0, columns=0,
             height=self.opts.vocab, BY_ROW=False, ADD=self.start > 0, parts=1,
         )  # fmt: skip
 
-    def products(self, a: Tensor, b: Tensor, out: Tensor, gain: Tensor, **given) -> None:
+    def _product(self, a: Tensor, b: Tensor, out: Tensor, gain: Tensor, **given) -> None:
         """a: bytes, which the kernel reads in pairs, as numbers of 16 bits; b: e4m3"""
         given |= dict(a=boxes(a.view(torch.int16), 128, 64), b=boxes(b, 256), out=out, stride=out.stride(0), gain=gain)
         self.launch(tail.products, self.o.device.units, S=STAGES, num_warps=4, **given)
@@ -163,7 +163,8 @@ def early(o: Operands) -> Tail:
     targets(c)
     for _ in c.each(BLOCK):
         c.exponentials()
-        c.find_frequent()
+        if c.start == 0:
+            c.find_frequent()
         if c.out is not None:
             c.input_gradient()
         if c.dw is not None:

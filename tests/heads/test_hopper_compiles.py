@@ -24,34 +24,37 @@ class Driver:
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """A set of names, to which each launch on tensors of a CPU adds a kernel, once it is compiled for Hopper."""
-    names, run = set(), JITFunction.run
+    """The arguments' names of kernels by name: a launch on tensors of a CPU adds its own, once compiled for Hopper."""
+    found, run = {}, JITFunction.run
 
     def compile_only(kernel, *args, grid, warmup, **given):
         run(kernel, *args, grid=grid, warmup=True, **given)
-        names.add(f"{kernel.__module__.split('.')[-1]}.{kernel.__name__}")
+        found[f"{kernel.__module__.split('.')[-1]}.{kernel.__name__}"] = kernel.arg_names
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(fused_plan, "device_of", lambda _: fused_plan.Device("hopper", 132))
     monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)  # no kernel fills it
-    return names
+    return found
 
 
 def operands() -> fused_plan.Operands:
     e, w, target = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((256, 64), (2048, 64), (256,)))
-    flags = [True, True, False, True, False, False, False]
-    return fused_plan.Operands(Tensors(e, w, target.long()), [0.0] * 4, [-100, -1, 0], "mean - ", flags, check=False)
+    given = fused_plan.Packed.of([0.0] * 4, [-100, -1, 0], "mean - ", [True, True, False, True, False, False, False])
+    return fused_plan.Operands(Tensors(e, w, target.long()), given, check=False)
 
 
 def test_the_kernels_in_gluon(compiled):
     assert fused_launch.hopper is not None
-    fused_run.early(operands())
-    assert {"hopper.logits", "products.products"} < compiled and "logits.logits" not in compiled
+    done = fused_run.early(operands())
+    assert {"hopper.logits", "products.products"} < compiled.keys() and "logits.logits" not in compiled
+    arguments = {name for names in compiled.values() for name in names}
+    others = {name for name in vars(done) if not name.startswith("_") and not name.endswith("_stride")} - arguments
+    assert others == {"o", "opts", "plan", "tiles", "tma", "fields"}  # as `Pass` says
 
 
 @pytest.mark.slow
 def test_those_with_fp8(compiled):
     fused_tail.early(operands())
-    assert {"hopper.logits", "tail.products", "tail.narrow_weight", "tail.narrow_hidden"} < compiled
+    assert {"hopper.logits", "tail.products", "tail.narrow_weight", "tail.narrow_hidden"} < compiled.keys()

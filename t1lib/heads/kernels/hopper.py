@@ -19,7 +19,7 @@ except ImportError:
     from triton.experimental.gluon.language.nvidia.hopper.tma import async_copy_shared_to_global as async_store
 
 from t1lib.heads.kernels import tiles
-from t1lib.heads.kernels.logits import NEVER, exponentials, gradients, load_factors, settled_offset, store_sums, work_of
+from t1lib.heads.kernels.logits import exponentials, gradients, load_factors, offsets_of, store_sums, work_of
 
 FROM = gl.constexpr(432.0)  # from here on e4m3 rounds to 448, its largest number
 
@@ -61,8 +61,9 @@ def _copy_tiles(x, w, ring, work, group, first, hidden, N: gl.constexpr, S: gl.c
 
 
 @gluon.jit
-def _multiply(it, steps, a, b, full, empty, N: gl.constexpr, S: gl.constexpr):
+def _multiply(it, steps, a, ring, N: gl.constexpr, S: gl.constexpr):
     """(64, N) float32: the sum over `steps` stages of a half of A times B transposed."""
+    b, full, empty = ring[2:]
     acc = gl.zeros((64, N), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
     for k in range(steps):
         s = it % S
@@ -124,13 +125,8 @@ def _multiply_tiles(
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     unit = softcap * tiles.LOG2E if softcap is not None else 1.0 * tiles.LOG2E
     rows = m * 128 + half + gl.arange(0, 64, by_row)
-    shift = gl.load(row + tiles.OFFSET * tokens + start + rows, mask=rows < live, other=NEVER)
     nothing = gl.full((64,), -float("inf"), gl.float32, by_row)
-    if FLAGS.redo:
-        highest = nothing
-        for part in range(splits):
-            highest = gl.maximum(highest, gl.load(sums + (splits + part) * capacity + rows))
-        shift = settled_offset(highest, shift)
+    shift = offsets_of(rows, nothing, row, sums, tokens, start, live, splits, capacity, FLAGS)
     found = (gl.zeros((64,), gl.float32, by_row), nothing, gl.zeros((64,), gl.float32, by_row))
     it = 0
     for index in range(begin, end, stride):
@@ -144,7 +140,7 @@ def _multiply_tiles(
         if bias is not None:  # before the product: afterwards each thread would wait for 64 loads of its own
             at = first + n * N + gl.arange(0, N, gl.BlockedLayout([N // 128], [32], [4], [0]))
             ahead = gl.load(bias + at, mask=at < vocab, other=0.0)
-        acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, S)
+        acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring, N, S)
         columns = first + n * N + gl.arange(0, N, gl.SliceLayout(0, layout))
         if bias is not None:
             acc += gl.expand_dims(gl.convert_layout(ahead, gl.SliceLayout(0, layout)).to(gl.float32), 0)
@@ -181,7 +177,7 @@ def logits(
             c0 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
             c1 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
         else:
-            c0 = ring[3]
+            c0 = ring[3]  # never used
             c1 = ring[3]
         out = (z, marks)
         gl.warp_specialize([

@@ -45,12 +45,13 @@ def offsets(
     else:
         rest -= tl.where(own < 0.999 * top, own, 0.0)
     rest = tl.maximum(rest, tl.maximum(tl.maximum(top, own) * 1e-5, 1e-30))  # of a row with nothing else
-    off = rest / (LARGEST * SHARE)
-    settled = tl.where(highest - offset > HEADROOM, highest - 8, offset + tl.log2(off))
+    factor = rest / (LARGEST * SHARE)  # by which 2^offset is wrong
+    overflow = highest - offset > HEADROOM
+    better = tl.where(overflow, highest - 8, offset + tl.log2(factor))
     if GUESS:
-        tl.store(here + tiles.OFFSET * tokens, settled)
-    elif (tl.load(count + i) > SLOTS) | (off < 1 / WRONG) | (highest - offset > HEADROOM):
-        tl.store(here + tiles.OFFSET * tokens, settled)
+        tl.store(here + tiles.OFFSET * tokens, better)
+    elif (tl.load(count + i) > SLOTS) | (factor < 1 / WRONG) | overflow:
+        tl.store(here + tiles.OFFSET * tokens, better)
         tl.store(flag + i // M, 1)
 
 

@@ -15,7 +15,7 @@ LEAD = tl.constexpr(32.0)  # how far the first offset is above the target's logi
 class Flags(NamedTuple):
     gradient: bool  # see `logits`
     redo: bool
-    precise: bool  # a softcap of at least `tiles.LARGE`
+    precise: bool  # a softcap of at least `tiles.PRECISE_FROM`
     even_share: bool  # label smoothing
     ragged: bool  # there are columns beyond the vocabulary
 
@@ -55,6 +55,18 @@ def target_logits(
 def settled_offset(highest, guess):
     """The guess, or a row's largest logit where that is so far above it that exponentials would overflow."""
     return tl.where(highest - guess > HEADROOM, highest, guess)
+
+
+@triton.jit
+def offsets_of(rows, nothing, row, sums, tokens, start, live, splits, capacity, FLAGS: tl.constexpr):
+    """Of `rows` of the chunk: the first guess, or with FLAGS.redo what is settled. nothing: −inf for each."""
+    shift = tl.load(row + tiles.OFFSET * tokens + start + rows, mask=rows < live, other=NEVER)
+    if FLAGS.redo:
+        highest = nothing
+        for part in range(splits):
+            highest = tl.maximum(highest, tl.load(sums + (splits + part) * capacity + rows))
+        shift = settled_offset(highest, shift)
+    return shift
 
 
 @triton.jit
@@ -164,13 +176,9 @@ def logits(
     m, split, begin, end, stride, blocks, across = work
     rows = m * M + tl.arange(0, M)
     unit = softcap * tiles.LOG2E if softcap is not None else 1.0 * tiles.LOG2E
-    shift = tl.load(row + tiles.OFFSET * tokens + start + rows, mask=rows < live, other=NEVER)
-    if FLAGS.redo:
-        highest = tl.full([M], -float("inf"), tl.float32)
-        for part in range(splits):
-            highest = tl.maximum(highest, tl.load(sums + (splits + part) * capacity + rows))
-        shift = settled_offset(highest, shift)
-    found = (tl.zeros([M], tl.float32), tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32))
+    nothing = tl.full([M], -float("inf"), tl.float32)
+    shift = offsets_of(rows, nothing, row, sums, tokens, start, live, splits, capacity, FLAGS)
+    found = (tl.zeros([M], tl.float32), nothing, tl.zeros([M], tl.float32))
     for index in tl.range(begin, end, stride, flatten=True):
         n = index
         if FLAGS.gradient:

@@ -139,10 +139,11 @@ def _product(a, b, j: gl.constexpr, into, add):
 
 
 @gluon.jit
-def _multiply(it, steps, a, b, full, empty, HALF: gl.constexpr, S: gl.constexpr):
+def _multiply(it, steps, a, ring, HALF: gl.constexpr, S: gl.constexpr):
     """Four (64, 64) sums over `steps` stages, or the first two of them (HALF), in float32 registers. Two products are
     under way at a time. The third takes the first one's registers once that has been added to c0, and the fourth the
     second one's: the waits on c0 and c1 are for that."""
+    b, full, empty = ring[2:]
     c0 = gl.zeros((64, 64), gl.float32, SUMS)
     c1 = gl.zeros((64, 64), gl.float32, SUMS)
     c2 = gl.zeros((64, 64), gl.float32, SUMS)
@@ -229,9 +230,9 @@ def _multiply_tiles(
             place = gl.load(slot + classes, mask=classes < height, other=-1)
             apart = (place, gl.max(place.to(gl.int32), 0) >= 0, frequent_sums, frequent_sums_stride)
         if width - column > 128:
-            sums, it = _multiply(it, end - begin, a, ring[2], ring[3], ring[4], False, S)
+            sums, it = _multiply(it, end - begin, a, ring, False, S)
         else:
-            sums, it = _multiply(it, end - begin, a, ring[2], ring[3], ring[4], True, S)
+            sums, it = _multiply(it, end - begin, a, ring, True, S)
         for j in gl.static_range(4):
             if BY_ROW:
                 to = out + part.to(gl.int64) * height * stride

@@ -6,7 +6,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 VARYING = ("tokens", "start", "size", "group", "group_de", "group_dw", "splits", "parts")  # no kernel for each value
-LARGE = 64.0  # from this softcap on, tanh(z / softcap) must be right to its last digits: the softcap multiplies it
+PRECISE_FROM = 64.0  # from this softcap on, tanh(z / softcap), which it multiplies, must be right to its last digits
 
 # Of a token: z2 of its target; offset of its exponentials 2^(z2 − offset), log2 of their sum (its log-sum-exp is ln 2 ·
 # (offset + log_total)); log-probability of the target; 1 if no logit exceeds its; Σ c_v z_v under label smoothing; r, A
