@@ -38,6 +38,7 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> tu
     for name in chosen:
         own = {key: value for key, value in overrides.items() if key in params.declared(name)}
         resolved[name] = params.resolve(name, profile, own)
+        _require_distinct_cells(name)
     for name in overrides:
         choose("parameter", name, dict.fromkeys(key for values in resolved.values() for key in values))
     measured = all(values.get("measure", True) for values in resolved.values())
@@ -48,9 +49,23 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> tu
     return profile, resolved
 
 
+def _require_distinct_cells(experiment: str) -> None:
+    """Raise `T1Error` if two cells are the same. Run headless, cells have no ids: the second would replace what the
+    first one made."""
+    path, seen = paths.notebook(experiment), set()
+    for source in filter(str.strip, (cell["source"] for cell in params.code_cells(path))):
+        twice = f"{paths.shown(path)} has two cells that are the same (`{params.first_line(source)}`)"
+        require(source not in seen, f"{twice}, which `run` cannot tell apart; change one, by a comment for example")
+        seen.add(source)
+
+
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the experiments whose outputs are not up to date; return the exit code (0, 1 or 130). If one fails, the
-    others still run. Raises `T1Error` before anything runs: as `plan` does, and for a GPU profile without a GPU."""
+    others still run. Raises `T1Error` before anything runs: as `plan` does, for a parameter that is given twice, and
+    for a GPU profile without a GPU."""
+    given = [name for name, _ in arguments.parameters]
+    twice = next((name for name in given if given.count(name) > 1), None)
+    require(twice is None, f"-p {twice} is given twice; allowed: once")
     profile, resolved = plan(arguments.experiments, arguments.profile, dict(arguments.parameters))
     due = []
     for experiment, parameters in resolved.items():

@@ -115,6 +115,7 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
         (["run", "--profile", "smoke", "-p", "steps", "many"], "-p: 'steps' is 'many'; it should be a valid integer"),
         (["report", "--profile", "smoke"], "no finished run in outputs/smoke"),
         (["run", "-p", "steps"], "argument -p: expected 2 arguments"),
+        (["run", "demo", "-p", "steps", "1", "-p", "steps", "2"], "-p steps is given twice"),
     ],
 )
 def test_bad_input_is_one_error_before_anything_runs(checkout, bad_command, monkeypatch, arguments, message):
@@ -125,6 +126,13 @@ def test_bad_input_is_one_error_before_anything_runs(checkout, bad_command, monk
     before = dict(os.environ)
     bad_command(message, *arguments)
     assert os.environ == before  # kernels of later runs inherit it
+    assert not list(checkout.root.glob("outputs/*/*"))
+
+
+def test_two_cells_that_are_the_same_are_refused_before_anything_runs(checkout, bad_command):
+    """Headless, the second would replace what the first one made."""
+    checkout.add("demo", "n = 1", "run.number(f'demo.n{n}', n); n += 1", "run.number(f'demo.n{n}', n); n += 1")
+    bad_command("has two cells that are the same (`run.number(", "run", "demo", "--profile", "smoke")
     assert not list(checkout.root.glob("outputs/*/*"))
 
 
