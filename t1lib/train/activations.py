@@ -71,6 +71,7 @@ class Saved:
     random: list[list[Tensor] | None] = field(default_factory=list)  # generators' states before each; None: drew none
     graphs: list[tuple[Tensor, Tensor]] | None = None  # input and output with the graph between them, if it is kept
     input: "OnHost | None" = None
+    noted: list[tuple[Tensor, int]] = field(default_factory=list)  # tensors with their versions, see `note`
 
     def __post_init__(self) -> None:
         """Note the autocast state, for `autocast()`. Autocast's cache of narrowed weights is off: it would keep those
@@ -78,6 +79,16 @@ class Saved:
         device = self.device.type
         dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         self.autocast = partial(torch.autocast, device, dtype, enabled, cache_enabled=False)
+
+    def note(self, tensors: Iterable[Any]) -> None:
+        """Note tensors that the backward reads, as they are now. (Inference tensors have no versions.)"""
+        self.noted = [(t, t._version) for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
+
+    def refuse_changes(self, index: int) -> None:
+        """Raise `T1Error` if one of them has been changed in place since."""
+        same = all(tensor._version == version for tensor, version in self.noted)
+        found = f"an argument or a weight of layer {index} was changed in place between its forward and its backward"
+        require(same, f"{found}; run the forward again")
 
     def random_state(self) -> list[Tensor]:
         """The states of the random number generators: the CPU's and, for a GPU, the device's."""
@@ -131,6 +142,8 @@ class OnHost:
         numel, spare = tensor.numel(), inputs.free[tensor.shape, tensor.dtype]
         buffer = spare.pop() if spare else pinned_zeros(numel, tensor.dtype, inputs.device).view(tensor.shape)
         self._inputs, self._layer, self._buffer, self._tensor = inputs, layer, buffer, tensor
+        self._version: int | None = tensor._version  # None once it has left
+        self._changed = False  # in place, before it had left
         # The backward goes the other way: the tensor that was put before this one is needed next.
         self._before = weakref.ref(inputs.leaving[-1]) if inputs.leaving else lambda: None
         lane = inputs.outward
@@ -141,8 +154,14 @@ class OnHost:
 
     def leave(self) -> None:
         """Free the device's copy once it has left."""
+        self._note_change()
+        self._version = None
         self._inputs.compute.after(self._left)
         self._left = self._tensor = None
+
+    def _note_change(self) -> None:
+        if self._version is not None:
+            self._changed = self._tensor._version != self._version
 
     def prefetch(self) -> None:
         if self._tensor is None and self._buffer is not None:
@@ -154,7 +173,11 @@ class OnHost:
             self._back = lane.mark()
 
     def take(self) -> Tensor:
-        """Return the tensor, on the device, and start bringing back the one that was put before it."""
+        """Return the tensor, on the device, and start bringing back the one that was put before it. Raises `T1Error`
+        if it was changed before it had left."""
+        self._note_change()
+        changed = f"the input of layer {self._layer} was changed in place between its forward and its backward"
+        require(not self._changed, changed)
         self.prefetch()
         before = self._before()
         if before is not None:
@@ -168,7 +191,7 @@ class OnHost:
         if self._buffer is not None:
             buffer, self._buffer, self._tensor = self._buffer, None, None
             self._inputs.compute.after(self._left, self._back)
-            self._left = self._back = None
+            self._left = self._back = self._version = None
             self._inputs.free[buffer.shape, buffer.dtype].append(buffer)
 
     __del__ = _give_back
@@ -183,11 +206,18 @@ def kept_graph(layer: HostLayer | None) -> AbstractContextManager:
 
     def pack(tensor: Tensor) -> Any:
         own = tensor.untyped_storage().data_ptr() == start
+        if own:
+            return tensor.size(), tensor.stride(), tensor.storage_offset()
         # Detached: a saved output would refer to its own graph, in a cycle that no garbage collector frees.
-        return (tensor.size(), tensor.stride(), tensor.storage_offset()) if own else tensor.detach()
+        return tensor.detach(), None if tensor.is_inference() else tensor._version
 
     def unpack(packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else layer.slot.flat.as_strided(*packed)
+        if not isinstance(packed[0], Tensor):
+            return layer.slot.flat.as_strided(*packed)
+        tensor, version = packed  # compared here, as such hooks switch PyTorch's own check off
+        found = f"a tensor that layer {layer.index} needs for its backward was changed in place since its forward"
+        require(version is None or tensor._version == version, found)
+        return tensor
 
     return saved_tensors_hooks(pack, unpack)
 

@@ -141,6 +141,12 @@ class Outer:
 
     def look_up(self, input: Tensor) -> Tensor:
         """In place of the embedding's forward. If an update is pending, it sees the rows as that will leave them."""
+        out = self._looked_up(input)
+        if out.requires_grad:  # autograd is about to add to a gradient, which a pending update has to read first
+            out.register_hook(lambda grad: self.visit_gradient())
+        return out
+
+    def _looked_up(self, input: Tensor) -> Tensor:
         embed, weight = self.embed, self.embed.weight
         # A checkpoint would run this again in the backward, no longer ahead of the update, and save other indices.
         once = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
@@ -200,6 +206,8 @@ class Outer:
                 counts[held.param] += 1
                 span = Span(slice(0, held.param.numel()), rules[held.group], counts[held.param])
                 held.update = Update(held.param.grad.contiguous().view(-1), [span], (), whole=True)
+                torch.autograd.graph.increment_version(held.param)  # PyTorch refuses a backward of an earlier forward
+                held.equal_at = version_of(held.param)
         if any(held.update is not None for held in self.held):
             self._stage, self._known = Stage.PENDING, self._schedule.compute.mark()
             for held in self.held:

@@ -89,10 +89,12 @@ class Passes:
         rows = None if cached else self.engine.micro_batch
         given, outputs = without_caches(whole.args, whole.kwargs), []
         saved = Saved(self.device, Saved.modes_of(modules), version, rows, given, graphs=graphs)
-        self._schedule.bind(index)
         try:
+            self._schedule.bind(index)
             if save and held is not None:
                 held.refuse_hooks()
+            if save:
+                saved.note([*tree_leaves(given), *(param for *_, param in self._expected[index])])
             for piece in split_rows(whole, rows):
                 before = saved.random_state() if save and not keep else None
                 with saved.autocast(), self.engine.trace.span("compute", "forward", index):
@@ -155,8 +157,9 @@ class Passes:
         require(not late, f"a backward through layer {index}, which has been updated since that forward")
         if self._outer is not None:
             self._outer.backward_begins(index)
-        schedule.bind(index, backward=True)
         try:
+            schedule.bind(index, backward=True)
+            saved.refuse_changes(index)
             kept = saved.graphs is not None
             pieces = saved.graphs if kept else split_rows(Piece(hidden.detach(), *saved.given), saved.rows)
             if held is not None:
@@ -186,7 +189,6 @@ class Passes:
                 schedule.backward_done(index)
         except BaseException:
             schedule.release(index, backward=True, follows=False)
-            schedule.backward_failed()
             raise
         if not wanted:
             return None

@@ -75,6 +75,7 @@ class ResidentOptimizer(torch.optim.Optimizer):
             for (count, *_), params in alike.items():
                 weights, grads = [p.data for p in params], [p.grad for p in params]
                 update(weights, grads, [self.state.get(p, {}) for p in params], rule, count)
+                torch.autograd.graph.increment_version(params)  # PyTorch refuses a backward of an earlier forward
                 self._known |= {p: version_of(p) for p in params}
 
 

@@ -142,6 +142,15 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     return inner.blocks if isinstance(inner, Blocks) else inner.base_model.get_submodule("layers")
 
 
+def last_hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """What the last layer returns for the batch."""
+    found: list[Tensor] = []
+    hook = layers_of(model)[-1].register_forward_hook(lambda module, args, out: found.append(out))
+    model(**batch)
+    hook.remove()
+    return found[0]
+
+
 def adapted(dtype: torch.dtype = torch.float32, dropout: float = 0.05, base: Any = qwen3, **options: Any) -> nn.Module:
     """A model with adapters that are not zero, as after some training."""
     peft = pytest.importorskip("peft")
