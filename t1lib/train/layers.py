@@ -230,6 +230,7 @@ class HostLayer(Traveller):
         self.trained = any(p.requires_grad for p in self.params.values())  # all of them, or none
         self.grads = Gradients(self)
         self.views = layout.weights(self.flat)
+        self.bound = False  # parameters are, or some: see `bind`
         self.touched = False  # somebody may have written to the host's weights
         self.written = False  # somebody did, as far as is known, and the master has yet to follow
         self.version = 0  # how many updates have begun
@@ -250,6 +251,7 @@ class HostLayer(Traveller):
                 self._hooks.append(came)
             param._home, param._name = self, name
             param.__class__ = Streamed  # whoever looks at it waits for what is still under way
+        self._known = self._versions()
 
     @property
     def in_slot(self) -> bool:
@@ -330,6 +332,7 @@ class HostLayer(Traveller):
 
     def bind(self, views: dict[str, Tensor]) -> None:
         """Point the parameters at weights on the device; autograd sees ordinary parameters."""
+        self.bound = True
         for name, param in self.params.items():
             param.__class__ = nn.Parameter
             param.data = views[name]
@@ -339,6 +342,19 @@ class HostLayer(Traveller):
         for name, param in self.params.items():
             param.data, param.grad = self.views[name], None
             param.__class__ = Streamed
+        self.bound = False
+
+    def recover(self) -> None:
+        """Unbind the parameters that are still bound, as an interrupt came at the end of the layer's call. They keep
+        their values: somebody may have written to them since."""
+        if not self.bound:
+            return
+        wait_for(self.left)
+        for name, param in self.params.items():
+            if type(param) is not Streamed:
+                self.views[name].copy_(param.data)
+        self.unbind()
+        self.touched = True
 
     def give_back(self, device: torch.device | None = None) -> None:
         """Make the parameters ordinary ones, gradients included. Updates must be finished."""
@@ -355,8 +371,11 @@ class HostLayer(Traveller):
         """Let what may have been written to the host's weights count: a copy in the slot is stale. Where `p.data` was
         assigned, take the values over if `assigned`, as before the layer becomes an ordinary one; else raise `T1Error`.
         """
-        if not self.touched:
+        self.recover()
+        versions = self._versions()
+        if not self.touched and versions == self._known:
             return
+        self._known = versions
         if self.slot is not None and self.slot.holds is self:
             self.slot.holds = None
         with torch._C.DisableTorchFunctionSubclass():
@@ -367,6 +386,11 @@ class HostLayer(Traveller):
                 allowed = "writing to it within torch.no_grad(), as by p.copy_(…); close() gives back what was assigned"
                 require(assigned or self.views[name].is_set_to(param.data), f"{found}; allowed: {allowed}")
         self.touched, self.written = False, True
+
+    @unwatched
+    def _versions(self) -> list[int]:
+        """Of the parameters; they change if somebody writes to one, be it through an alias that he took earlier."""
+        return [param._version for param in self.params.values()]
 
     def update_master(self) -> None:
         """Let the master follow weights that somebody wrote. (Not at each write: they may be an average that is swapped

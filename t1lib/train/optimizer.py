@@ -172,6 +172,7 @@ class StreamOptimizer(ResidentOptimizer):
         found = dict(zip(params, saved, strict=True))
         self._check(found)
         if self._engine.placed:
+            self._engine.schedule.forget_failed_backward()
             self.take_over(found)
         else:
             self.state = found

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from t1lib.errors import require
 from t1lib.memory import pinned_zeros
@@ -51,7 +52,7 @@ class Schedule:
         self.thread = UpdateThread(device)
         self._scratch = Scratch()  # the update thread's
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
-        self._failed = False  # whether an error ended a backward since the last step
+        self._open: int | None = None  # autograd's number of a backward that has begun, and not ended, since a step
         self._keep_on_device = choice.grads == "device" and not self.in_backward  # gradients that wait for step()
         precision, rules = engine.precision, self._rules()
         dtypes = precision.state_dtypes(torch.empty(0, dtype=layout.dtype), *rules) if trained or guests else {}
@@ -86,6 +87,7 @@ class Schedule:
         update. backward: whether it is for the backward, the second time in this step"""
         slot = layer.slot
         if slot.holds is not None:
+            slot.holds.recover()
             self.thread.wait(slot.holds.index)  # else its copy, if not queued yet, would later overwrite this one
         if layer.update is not None:
             slot.holds = layer
@@ -126,9 +128,9 @@ class Schedule:
     def release(self, index: int, backward: bool = False, around: bool = False, follows: bool = True) -> None:
         """Point the parameters back at the host; if a layer `follows` in the slot, it comes in: see `fetch_next`."""
         layer = self.layers.get(index)
-        if layer is not None:
-            layer.unbind()
+        if layer is not None and layer.bound:  # not if an error came before, or an interrupt just after an earlier call
             layer.slot.freed = self.compute.mark()
+            layer.unbind()
             if follows:
                 self.fetch_next(layer, backward, around)
 
@@ -152,6 +154,9 @@ class Schedule:
         if self.in_backward:
             twice = "a second backward before step(), with update_in_backward=True: leave that out to accumulate"
             require(grads.backward is None, twice)
+            if self._open is None:
+                self._open = torch._C._current_graph_task_id()
+                Variable._execution_engine.queue_callback(self._backward_ended)  # not called after an error
         grads.reached = set()
         before, grads.backward = grads.backward, torch._C._current_graph_task_id()
         self.compute.after(slot.freed)
@@ -234,23 +239,21 @@ class Schedule:
         slot.freed = lane.mark()
         return slot.freed
 
-    def backward_failed(self) -> None:
-        """Note that an error ended a backward. Not if a whole one came before: its updates stand; this was refused."""
-        now = torch._C._current_graph_task_id()
-        self._failed = all(layer.grads.backward in (None, now) for layer in self._order)
+    def _backward_ended(self) -> None:
+        self._open = None
 
     def forget_failed_backward(self) -> None:
         """After a backward that failed, and may have updated layers, let another one begin."""
-        if self._failed:
-            for layer in self._order:
+        for layer in self._order:
+            if layer.grads.backward == self._open:
                 layer.grads.backward = None
-        self._failed = False
+        self._open = None
 
     # -- updates: prepared for all layers at once, then run by the CPU, or by the device when a layer is fetched -------
 
     def step(self) -> None:
         """Begin the updates of all layers that have gradients, and fetch the first layers: the next forward's."""
-        rules, self._failed = self._rules(), False
+        rules, self._open = self._rules(), None
         for layer in self._order:
             layer.grads.backward = None
             if layer.grads.any:

@@ -149,7 +149,8 @@ class Scratch:
     def buffer(self, key: str, like: Tensor) -> Tensor:
         held = self._buffers.get(key)
         if held is None or held.numel() < like.numel() or held.device != like.device:
-            held = self._buffers[key] = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
+            with torch.inference_mode(False):  # an evaluation may come before the update
+                held = self._buffers[key] = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
         return held[: like.numel()]
 
     def round_by_chance(self, wide: Tensor, out: Tensor, step: int) -> None:
@@ -158,8 +159,9 @@ class Scratch:
         if self._noise is None or self._noise.numel() < 2 * wide.numel():
             generator = torch.Generator().manual_seed(0)
             size = 2 * max(wide.numel(), 1 << 16)
-            noise = torch.randint(1 << 16, (size,), dtype=torch.int32, device="cpu", generator=generator)
-            self._noise = noise.to(wide.device)
+            with torch.inference_mode(False):
+                noise = torch.randint(1 << 16, (size,), dtype=torch.int32, device="cpu", generator=generator)
+                self._noise = noise.to(wide.device)
         start = step * 7919 % wide.numel()
         bits = wide.view(torch.int32)
         bits.add_(self._noise[start : start + wide.numel()]).bitwise_right_shift_(16)
