@@ -43,6 +43,7 @@ def test_defaults_then_profile_then_command_line_in_the_declared_type(checkout):
         ("float", "1", "2", 2.0),
         ("int", "3", "0x10", 16),
         ("int", "3", "-1_000", -1000),
+        ("int", "3", "!!int 12", 12),
         ("float", "1", ".5e+3", 500.0),
         ("list[str]", '["a"]', "[1e5ab, 1:30, 010]", ["1e5ab", "1:30", "010"]),
         ("bool", "False", "true", True),
@@ -54,7 +55,16 @@ def test_defaults_then_profile_then_command_line_in_the_declared_type(checkout):
         assert found == {"x": value} and type(found["x"]) is type(value)
     checkout.add("demo", parameters="sizes: list[float] = [1, 2.5]", yaml="")
     assert str(params.declared("demo")["sizes"].default) == "[1.0, 2.5]"
-    for text in ("[010]", *UNREADABLE):  # eight or ten: it depends on the version of YAML
+    for text in (
+        "[010]",
+        "[1__0]",
+        "[1_]",
+        "[1_.0]",
+        "[!!int 010]",
+        "[!!float 1:30]",
+        "[1٣]",
+        *UNREADABLE,
+    ):  # eight or ten: it depends on the version of YAML
         refused(lambda text=text: params.resolve("demo", "smoke", {"sizes": text}), "-p: 'sizes' is ")
 
 
@@ -65,6 +75,8 @@ def test_defaults_then_profile_then_command_line_in_the_declared_type(checkout):
         ("steps: 1.0", ["'steps' is 1.0; it should be a valid integer"]),
         ("steps: 1:30", ["'steps' is '1:30'; it should be a valid integer"]),
         ("steps: 010", ["'steps' is '010'; it should be a valid integer"]),
+        ("steps: 1__0", ["'steps' is '1__0'; it should be a valid integer"]),
+        *((f"steps: !!int {text}", [f"'{text}' is not a number"]) for text in ("010", "1:30", "1__0")),
         ("profile: 2024-01-01", ["2024, 1, 1", "string"]),
         ("- steps", ["not flat"]),
         *((f"steps: {text}", ["cannot read params/smoke/demo.yaml"]) for text in ("[", *UNREADABLE)),
