@@ -367,6 +367,9 @@ def test_two_cells_of_a_notebook_do_not_record_the_same(checkout, kernel, ids):
     assert kernel.run("show", ids=ids).endswith("[5.0, 5.0]\n")
     del kernel.cells["copied"]
     save(checkout, kernel.cells)
+    kernel.cells["new"] = copied
+    assert not ids or kernel.run("new").startswith(told)  # not saved yet
+    del kernel.cells["new"]
     assert kernel.run("finish", ids=ids) == "" and len(published(checkout)) == 5
     kernel.edit("head", "range(2)", "range(1)")
     save(checkout, kernel.cells)
@@ -383,12 +386,14 @@ def test_what_a_deleted_or_unsaved_cell_made_is_not_published(checkout, kernel):
     assert ("own", 1.0) in published(checkout) and (folder / "tables" / "own.tex").is_file()
     del kernel.cells["own"]
     save(checkout, kernel.cells)
-    told = "left out, as it is not in the saved notebook: `[7] records.put('own', '', {'wall_ms': 1})`; "
+    told = "left out, as long as the saved notebook does not have it: `[7] records.put('own', '', {'wall_ms': 1})`\n"
     assert kernel.run("finish").startswith(told) and kernel.run("show").startswith(told)
     assert ("own", 1.0) not in published(checkout) and not (folder / "tables" / "own.tex").exists()
     assert json.loads((folder / "numbers.json").read_text()) == {}
     save(checkout, whole)  # it was only not saved yet
     assert kernel.run("finish") == "" and ("own", 1.0) in published(checkout)
+    assert (folder / "tables" / "own.tex").is_file()
+    assert json.loads((folder / "numbers.json").read_text()).keys() == {"demo.own"}
     kernel.cells = whole | {"user": "run.number('demo.user', x)"}
     save(checkout, kernel.cells)
     assert kernel.run("user", "finish") == ""

@@ -86,6 +86,8 @@ class Cells:
         notebook's cells."""
         self._runs += 1
         self.saved = {*ids, *sources}
+        if self.known.keys() & {*ids}:  # the frontend gives ids: a new cell will be saved
+            self.saved.add(key)
         self.order = {id: place for place, id in enumerate(ids)} if key in ids else {}  # empty: not known
         self.running_key, self._earlier, self._before = key, self.known.get(key, Cell(0, "")), dict(self.namespace)
         self.running = Cell(self._runs, first_line(key), self._earlier.measured, self._earlier.drew)
@@ -176,7 +178,7 @@ class Cells:
 
     def record(self, rows: list[Row]) -> None:
         """Note that the running cell is to record rows, and no other cell any of their kinds. Raises as `draw`; a cell
-        that is not in the saved notebook is replaced: it was edited (where frontends give no ids), or copied here."""
+        that is not in the saved notebook is replaced: it was edited (where frontends give no ids), or deleted."""
         kinds = {(row["variant"], row["phase"], row["metric"]) for row in rows if row["metric"] != "status"}
         for kind in kinds - self.running.kinds:
             for key in [key for key, cell in self.known.items() if kind in cell.kinds]:
@@ -187,7 +189,7 @@ class Cells:
 
     def draw(self, name: str) -> None:
         """Note that the figure, table or number of this name is now made by the running cell, and by no other. Raises
-        `T1Error` if another cell of the saved notebook made it; one that is not there was edited, or moved here."""
+        `T1Error` if another cell of the saved notebook made it; one that is not there was edited, or deleted."""
         for key, cell in self.known.items():
             if name in cell.drawn and key != self.running_key:
                 self._require_alone(key, f"{name!r} is made")

@@ -155,7 +155,7 @@ class Run:
 
     def _tell_unsaved(self) -> None:
         for cell in self._cells.unsaved():
-            print(f"left out, as it is not in the saved notebook: `{cell.title}`; if it should be, save and run again")
+            print(f"left out, as long as the saved notebook does not have it: `{cell.title}`")
 
     def _new(self, folder: str, name: str, *suffixes: str) -> list[Path]:
         """The files of a figure or table that the running cell is about to make; what an earlier attempt left there is
@@ -201,34 +201,36 @@ class Run:
         require(not late, f"cells to run again before this one: {len(late)}. {named}")
         self._require_whole()
         self._tell_unsaved()
-        # Drop figures, tables and numbers of earlier executions that no cell makes any more.
-        drawn = self._cells.drawn()
-        for path in [*self.outdir.glob("figures/*.*"), *self.outdir.glob("tables/*.*")]:
-            if f"{path.parent.name}/{path.stem}" not in drawn:
-                path.unlink()
-        for key in self._numbers.keys() - drawn:
-            del self._numbers[key]
-        self._numbers.save_json(self.outdir / "numbers.json")
-        self._numbers.save_tex(self.outdir / "numbers.tex")
         given = self.params.checked()
         final = paths.outputs(given["profile"], self.experiment)
-        if not self._measures:
-            newer = f"{paths.shown(final)} holds other samples than those drawn here; restart the kernel, run all cells"
-            require(manifest.entry(final / "samples.csv") == self._drawn_from, newer)
-            if not self._driven:
-                manifest.replace_drawn(self.outdir, final)
-            return
-        self.records.save(self.outdir / "samples.csv")
-        modules = {name: self._made_of["modules"].get(name) for name in fingerprint.loaded()}
-        about = self._about | {"profile": given["profile"], "made_of": self._made_of | {"modules": modules}}
-        manifest.write(self.outdir, parameters=given, seconds=time.perf_counter() - self._clock, **about)
+        newer = f"{paths.shown(final)} holds other samples than those drawn here; restart the kernel, run all cells"
+        require(self._measures or manifest.entry(final / "samples.csv") == self._drawn_from, newer)
         if self._driven:
+            self._complete(self.outdir, given)
             return
         final.parent.mkdir(parents=True, exist_ok=True)
         # A copy is published: cells that are run again afterwards work on in `outdir`, and change nothing published.
         with tempfile.TemporaryDirectory(prefix=".", suffix=".partial", dir=final.parent) as beside:
             copied = shutil.copytree(self.outdir, Path(beside) / self.experiment)
-            manifest.publish(copied, final)
+            self._complete(copied, given)
+            replace = manifest.publish if self._measures else manifest.replace_drawn
+            replace(copied, final)
+
+    def _complete(self, folder: Path, given: params.Values) -> None:
+        """Write the numbers and, if they are this run's, the samples and manifest to `folder`. Drop figures, tables and
+        numbers that no cell has made when it ran last, of those that the running one sees."""
+        drawn = self._cells.drawn()
+        for path in [*folder.glob("figures/*.*"), *folder.glob("tables/*.*")]:
+            if f"{path.parent.name}/{path.stem}" not in drawn:
+                path.unlink()
+        numbers = Numbers({key: number for key, number in self._numbers.items() if key in drawn})
+        numbers.save_json(folder / "numbers.json")
+        numbers.save_tex(folder / "numbers.tex")
+        if self._measures:
+            self.records.save(folder / "samples.csv")
+            modules = {name: self._made_of["modules"].get(name) for name in fingerprint.loaded()}
+            about = self._about | {"profile": given["profile"], "made_of": self._made_of | {"modules": modules}}
+            manifest.write(folder, parameters=given, seconds=time.perf_counter() - self._clock, **about)
 
 
 def redraw(profile: str, experiment: str) -> list[str]:
