@@ -148,9 +148,11 @@ def same(before: Any, now: Any) -> bool:
         return before is now
     if type(before) is dict:
         before, now = list(before.items()), list(now.items())
-    if type(before) in (list, tuple, set, frozenset):
-        return len(before) == len(now) and all(map(same, before, now))
-    return isinstance(before, PLAIN) and str(before) == str(now)  # -0.0 is not 0.0
+    with suppress(Exception):  # a list that holds itself, an int of too many digits
+        if type(before) in (list, tuple, set, frozenset):
+            return len(before) == len(now) and all(map(same, before, now))
+        return isinstance(before, PLAIN) and str(before) == str(now)  # -0.0 is not 0.0
+    return False
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import yaml
 from refusals import refused
@@ -130,6 +131,18 @@ def test_the_parameters_of_a_notebook_are_what_its_variables_say(checkout):
     refused(lambda: live({"profile": "smoke"}).steps, "steps, rate not set")
     injected = {"steps": 4, "stpes": 5, "In": ["", "# Parameters\nstpes = 5\n"]}  # by papermill
     refused(lambda: live(names | injected), "'stpes'", "mean 'steps'")
+
+
+def test_a_value_is_the_same_only_in_the_same_types_at_every_depth():
+    """What cannot be compared is another: a list that holds itself, an int of which Python prints no digits."""
+    held = [[1], [1]]
+    for each in held:
+        each.append(each)
+    alike = ((1, 1), ([1.5, "a"], [1.5, "a"]), ({"a": ({1},)}, {"a": ({1},)}), (np.float64(2), np.float64(2)))
+    other = ((1, True), ([1], [1.0]), ([1], (1,)), ({1: 2}, {True: 2}), ([{1}], [{1.0}]), (0.0, -0.0))
+    other += ((np.float32(2), np.float64(2)), (np.ones(1), np.ones(1)), (held[0], held[1]), (10**5000, 10**5000 + 1))
+    assert all(params.same(*pair) for pair in alike) and not any(params.same(*pair) for pair in other)
+    assert all(params.same(pair[0], pair[0]) for pair in (*alike, *other))
 
 
 def test_root_is_found_upwards_or_named(checkout, monkeypatch):
