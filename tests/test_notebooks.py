@@ -11,7 +11,7 @@ from copies import CHECKOUT, copy_kit, python
 from nbclient import NotebookClient
 
 from t1lib import params, paths
-from t1lib.kit.cells import names
+from t1lib.kit.reads import names
 from t1lib.kit.run import run_cells
 from t1lib.measure import manifest
 from t1lib.measure.records import Records

@@ -376,6 +376,11 @@ def test_two_cells_of_a_notebook_do_not_record_the_same(checkout, kernel, ids):
     assert kernel.run("head", "finish", ids=ids) == "" and len(published(checkout)) == 4
 
 
+def test_two_cells_of_one_source_are_refused_where_cells_have_no_ids(checkout, kernel):
+    save(checkout, kernel.cells | {"again": kernel.cells["head"]})
+    assert "`[4] for step in range(2):`: stands twice in the notebook" in kernel.everything(ids=False)
+
+
 def test_what_a_deleted_or_unsaved_cell_made_is_not_published(checkout, kernel):
     kernel.cells["own"] = (
         "records.put('own', '', {'wall_ms': 1})\nrun.number('demo.own', 1)\nrun.table('own', [])\nx = 1"
