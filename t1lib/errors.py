@@ -29,9 +29,9 @@ def choose(what: str, value: Any, allowed: Iterable[str]) -> Any:
 
 
 def shown(value: Any) -> str:
-    """The value as an error names it: its `repr`, cut to 80 characters."""
+    """The value as an error names it: its `repr` in one line, cut to 80 characters."""
     try:
-        text = repr(value)
+        text = " ".join(map(str.strip, repr(value).split("\n")))  # an array's has several lines
     except Exception:  # Python does not print ints of more than 4300 digits, for one
         text = f"a value of type {type(value).__name__} that cannot be printed"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -137,6 +138,23 @@ def _check(known: Mapping[str, Parameter], values: Values, where: str, profile: 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
+PLAIN = (int, float, complex, str, bytes, type(None), np.generic)  # types whose values hold no other objects
+
+
+def same(before: Any, now: Any) -> bool:
+    """Whether two values are equal, and of the same types at every depth. Of types other than plain ones and their
+    containers, only the same object is."""
+    if before is now or type(before) is not type(now):
+        return before is now
+    if type(before) is dict:
+        before, now = list(before.items()), list(now.items())
+    with suppress(Exception):  # a list that holds itself, an int of too many digits
+        if type(before) in (list, tuple, set, frozenset):
+            return len(before) == len(now) and all(map(same, before, now))
+        return isinstance(before, PLAIN) and str(before) == str(now)  # -0.0 is not 0.0
+    return False
+
+
 class _Loader(yaml.SafeLoader):
     """Reads `1e-4` as a number, as YAML 1.2 does, and `010` and `1:30` as texts, which no number is: in YAML 1.1, which
     PyYAML and papermill read, they are eight and ninety, in YAML 1.2 ten and a text. Refuses a name twice in a
@@ -153,12 +171,20 @@ class _Loader(yaml.SafeLoader):
             raise yaml.YAMLError(f"it has {twice} twice")
         return super().construct_mapping(node, deep)
 
+    def construct_number(self, node: yaml.Node) -> int | float:
+        """Also of one with a tag, `!!int 010`, which must be a number without it."""
+        found = self.resolve(yaml.ScalarNode, node.value, (True, False))
+        if found not in (_INT, _FLOAT):
+            raise yaml.YAMLError(f"{node.value!r} is not a number")
+        return self.construct_yaml_int(node) if node.tag == _INT else self.construct_yaml_float(node)
+
 
 for _tag, _form in (
-    (_INT, r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+)$"),
-    (_FLOAT, r"[-+]?(\d[\d_]*\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
+    (_INT, r"[-+]?(0|[1-9](_?\d)*|0x[\da-fA-F]+)$"),
+    (_FLOAT, r"[-+]?(\d(_?\d)*\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
 ):
-    _Loader.add_implicit_resolver(_tag, re.compile(_form), list("-+.0123456789"))
+    _Loader.add_implicit_resolver(_tag, re.compile(_form, re.ASCII), list("-+.0123456789"))
+    _Loader.add_constructor(_tag, _Loader.construct_number)
 
 
 def read_yaml(path: Path) -> Any:
@@ -228,7 +254,7 @@ class Live:
 
     def checked(self) -> Values:
         """All parameters. Raises `T1Error` for a wrong or missing variable, and for a profile that has no file."""
-        if self._now() != self._seen:
+        if not same(self._now(), self._seen):
             self._values = self._load()
             self._seen = copy.deepcopy(self._now())
         return self._values

@@ -76,11 +76,13 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
     table = 'run.table("any", [{"n": len(run.frame())}])'
     checkout.add("bad", MEASURE, table, "x = 1\nraise ValueError('boom')")
     checkout.add("dead", "import os\nos._exit(1)")
+    checkout.add("twice", MEASURE, f"# again\n{MEASURE}")
     told = run(code=1)
-    assert "0 run, 0 up to date, 2 failed: bad, dead" in told
+    assert "0 run, 0 up to date, 3 failed: bad, dead, twice" in told
     assert "error: bad [smoke] cell In [6] (`x = 1`): ValueError: boom\n" in told
     assert "outputs/smoke/.bad.partial/executed.ipynb" in told
     assert "error: dead [smoke] DeadKernelError: Kernel died\n" in told
+    assert "T1Error: 'slide/wall_ms' is recorded by another cell, too, `[4] for step in range(steps):`" in told
     left = checkout.root / "outputs/smoke/.bad.partial"
     assert (left / "executed.ipynb").is_file() and not checkout.outputs("bad").exists()
     rows = (left / "samples.csv").read_text().splitlines()
@@ -100,7 +102,7 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
     monkeypatch.setattr("papermill.execute_notebook", ends)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", full)
-        assert run(code=1).count("/executed.ipynb: No space left on device\n") == 2
+        assert run(code=1).count("/executed.ipynb: No space left on device\n") == 3
     monkeypatch.setattr("papermill.execute_notebook", lambda *_, **__: None)
     assert "error: bad [smoke] the notebook ended without run.finish()" in run("bad", code=1)
 

@@ -11,7 +11,7 @@ from copies import CHECKOUT, copy_kit, python
 from nbclient import NotebookClient
 
 from t1lib import params, paths
-from t1lib.kit.cells import names
+from t1lib.kit.reads import names
 from t1lib.kit.run import run_cells
 from t1lib.measure import manifest
 from t1lib.measure.records import Records
@@ -56,7 +56,7 @@ def test_committed_without_outputs_and_each_cell_can_be_run_again_by_itself(name
     assert (name == "start") is (not known)
     makers, used = {}, set()
     for cell in code(content)[1:]:
-        read_first, stored = names(cell.source, {})
+        read_first, _, stored = names(cell.source, {})
         ended = set(re.findall(r"(\w+)\.(?:cleanup|close|unlink)\(", cell.source))
         used |= read_first & makers.keys()
         changed = {name for name in stored & used if makers[name] != cell["id"]}

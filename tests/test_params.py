@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import yaml
 from refusals import refused
@@ -43,6 +44,7 @@ def test_defaults_then_profile_then_command_line_in_the_declared_type(checkout):
         ("float", "1", "2", 2.0),
         ("int", "3", "0x10", 16),
         ("int", "3", "-1_000", -1000),
+        ("int", "3", "!!int 12", 12),
         ("float", "1", ".5e+3", 500.0),
         ("list[str]", '["a"]', "[1e5ab, 1:30, 010]", ["1e5ab", "1:30", "010"]),
         ("bool", "False", "true", True),
@@ -54,7 +56,16 @@ def test_defaults_then_profile_then_command_line_in_the_declared_type(checkout):
         assert found == {"x": value} and type(found["x"]) is type(value)
     checkout.add("demo", parameters="sizes: list[float] = [1, 2.5]", yaml="")
     assert str(params.declared("demo")["sizes"].default) == "[1.0, 2.5]"
-    for text in ("[010]", *UNREADABLE):  # eight or ten: it depends on the version of YAML
+    for text in (
+        "[010]",
+        "[1__0]",
+        "[1_]",
+        "[1_.0]",
+        "[!!int 010]",
+        "[!!float 1:30]",
+        "[1٣]",
+        *UNREADABLE,
+    ):  # eight or ten: it depends on the version of YAML
         refused(lambda text=text: params.resolve("demo", "smoke", {"sizes": text}), "-p: 'sizes' is ")
 
 
@@ -65,6 +76,8 @@ def test_defaults_then_profile_then_command_line_in_the_declared_type(checkout):
         ("steps: 1.0", ["'steps' is 1.0; it should be a valid integer"]),
         ("steps: 1:30", ["'steps' is '1:30'; it should be a valid integer"]),
         ("steps: 010", ["'steps' is '010'; it should be a valid integer"]),
+        ("steps: 1__0", ["'steps' is '1__0'; it should be a valid integer"]),
+        *((f"steps: !!int {text}", [f"'{text}' is not a number"]) for text in ("010", "1:30", "1__0")),
         ("profile: 2024-01-01", ["2024, 1, 1", "string"]),
         ("- steps", ["not flat"]),
         *((f"steps: {text}", ["cannot read params/smoke/demo.yaml"]) for text in ("[", *UNREADABLE)),
@@ -118,6 +131,18 @@ def test_the_parameters_of_a_notebook_are_what_its_variables_say(checkout):
     refused(lambda: live({"profile": "smoke"}).steps, "steps, rate not set")
     injected = {"steps": 4, "stpes": 5, "In": ["", "# Parameters\nstpes = 5\n"]}  # by papermill
     refused(lambda: live(names | injected), "'stpes'", "mean 'steps'")
+
+
+def test_a_value_is_the_same_only_in_the_same_types_at_every_depth():
+    """What cannot be compared is another: a list that holds itself, an int of which Python prints no digits."""
+    held = [[1], [1]]
+    for each in held:
+        each.append(each)
+    alike = ((1, 1), ([1.5, "a"], [1.5, "a"]), ({"a": ({1},)}, {"a": ({1},)}), (np.float64(2), np.float64(2)))
+    other = ((1, True), ([1], [1.0]), ([1], (1,)), ({1: 2}, {True: 2}), ([{1}], [{1.0}]), (0.0, -0.0))
+    other += ((np.float32(2), np.float64(2)), (np.ones(1), np.ones(1)), (held[0], held[1]), (10**5000, 10**5000 + 1))
+    assert all(params.same(*pair) for pair in alike) and not any(params.same(*pair) for pair in other)
+    assert all(params.same(pair[0], pair[0]) for pair in (*alike, *other))
 
 
 def test_root_is_found_upwards_or_named(checkout, monkeypatch):

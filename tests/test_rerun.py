@@ -225,6 +225,91 @@ def test_a_function_within_what_a_cell_uses_is_followed(checkout, kernel, way, u
     assert published(checkout) == [("a", 2.0)]
 
 
+FUNCTION = "def make(value):\n    global factor\n    factor = value"
+
+
+@pytest.mark.parametrize(
+    ("first", "user", "expected"),
+    [
+        ("factor = p.scale", "if p.steps == 9:\n    factor = 99", 2.0),
+        ("factor = p.scale", "for _ in range(p.steps - 3):\n    factor = 99", 2.0),
+        ("factor = p.scale", "try:\n    factor = 1 // (p.steps - 3)\nexcept ZeroDivisionError:\n    pass", 2.0),
+        ("factor = p.scale", "import contextlib\nwith contextlib.suppress(Exception):\n    factor = 1 // 0", 2.0),
+        ("factor = p.scale", "factor = factor + 1", 3.0),
+        ("factor = p.scale", "for step in range(2):\n    factor += step", 3.0),
+        ("factor = p.scale", "def go():\n    return factor\nfactor = go() + 1", 3.0),
+        ("[factor := p.scale for _ in range(2)]", "", 2.0),
+        (f"{FUNCTION}\nmake(p.scale)", "", 2.0),
+        ("exec('factor = p.scale')", "", 2.0),
+        ("globals()['factor'] = p.scale", "", 2.0),
+    ],
+)
+@pytest.mark.parametrize("ids", [True, False])
+def test_a_variable_is_followed_whatever_way_it_is_assigned_or_may_be(checkout, kernel, first, user, expected, ids):
+    kernel.cells = {"parameters": PARAMETERS, "setup": SETUP, "first": first}
+    kernel.cells["user"] = f"{user}\nrecords.put('a', '', {{'wall': factor}})"
+    assert kernel.everything(ids) == ""
+    kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")
+    assert kernel.run("parameters", "first", "finish", ids=ids).startswith("T1Error: cells to run again")
+    assert kernel.run("user", "finish", ids=ids) == "" and published(checkout) == [("a", expected)]
+
+
+def test_a_cell_that_may_assign_a_variable_is_run_again_by_itself_as_long_as_it_has_not(checkout, kernel):
+    kernel.cells |= {"maybe": "if p.steps == 9:\n    factor = 99\nfactor", "head": kernel.cells.pop("head")}
+    assert kernel.everything() == kernel.run("maybe", "finish") == ""
+    assert published(checkout)[-1] == ("head", 5.0)
+    kernel.edit("parameters", "steps: int = 3", "steps: int = 9")
+    assert "factor has been made again" in kernel.run("parameters", "step", "maybe", "finish")
+    assert kernel.run("head", "finish") == "" and published(checkout)[-1] == ("head", 99.0)
+    kernel.edit("parameters", "steps: int = 9", "steps: int = 3")
+    told = kernel.run("parameters", "step", "maybe", "head", "finish")  # the 99 is still there
+    assert "factor is that of another cell now; run `[3] factor" in told
+    assert kernel.run("sizes", "maybe", "head", "finish") == "" and published(checkout)[-1] == ("head", 5.0)
+
+
+def test_all_cells_may_run_again_though_they_use_the_same_names(checkout, kernel):
+    """Neither loops, with blocks nor two branches count as if they might not assign."""
+    names = "for size in (1, 2):\n    for found in [size]:\n        last = found\n    print(last)\n"
+    names += "with open(__import__('os').devnull) as file:\n    read = file.read()\nif read:\n    kind = []\n"
+    names += "else:\n    kind = {}\nprint(read, kind, found)\n"
+    kernel.cells |= {"one": names + "run.number('demo.one', last)", "two": names + "run.number('demo.two', last)"}
+    for saved in (False, True):
+        if saved:
+            save(checkout, kernel.cells)
+        assert kernel.everything() == kernel.everything() == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [("[1]", "[True]"), ("[1.0]", "[1]"), ("{'a': (1,)}", "{'a': (1.0,)}"), ("0.0", "-0.0"), ("f32", "f64")],
+)
+def test_a_value_of_another_type_at_any_depth_is_another(checkout, kernel, before, now):
+    kernel.cells["sizes"] = "import torch\nf32, f64 = torch.ones(1), torch.ones(1).double()\nfactor = " + before
+    kernel.edit("head", '"wall_ms": factor', '"wall_ms": factor and 1')
+    assert kernel.everything() == ""
+    if before != "f32":
+        assert kernel.run("sizes", "finish") == ""  # the same again
+    kernel.edit("sizes", f"factor = {before}", f"factor = {now}")
+    assert "factor has been made again" in kernel.run("sizes", "finish")
+
+
+@pytest.mark.parametrize("made", ["np.array(p.sizes)", "np.ones((3, 3))", "torch.tensor(p.sizes)"])
+def test_an_array_in_a_parameters_variable_is_refused(checkout, kernel, made):
+    cell = PARAMETERS + "sizes: list[int] = [1, 2]\n"
+    checkout.add("demo", parameters=cell, yaml="profile: smoke\n")
+    kernel.cells = {"parameters": cell, **kernel.cells, "array": f"import numpy as np, torch\nsizes = {made}"}
+    kernel.cells["parameters"] = cell
+    kernel.edit("sizes", "p.scale", "p.scale * len(p.sizes) * len(sizes)")
+    told = kernel.everything()
+    assert told.startswith("T1Error: ") and told.count("\n") <= 1 and "sizes was [1, 2], is " in told
+    told = kernel.run("head", "show", "step")
+    assert told.startswith("T1Error: the notebook: 'sizes' is ") and "valid list (list[int])" in told
+    assert told.count("\n") <= 1
+    assert kernel.run("parameters", "step", "head", "finish") == ""
+    kernel.cells["parameters"] = cell.replace("= [1, 2]", f"= {made}")
+    assert "the parameters cell allows only" in kernel.run("parameters", "step")
+
+
 def save(checkout, cells: dict[str, str]) -> None:
     """The notebook's file has these cells, an empty one and the last, by their ids, as JupyterLab saves it."""
     saved = {**cells, "empty": " ", "finish": "run.finish()"}
@@ -268,6 +353,118 @@ def test_two_cells_of_a_notebook_do_not_make_the_same(checkout, kernel, name, ma
     assert kernel.run("other", "finish", ids=ids) == ""
     kernel.edit("other", "# other", "# edited")
     assert kernel.run("other", "finish", ids=ids) == ""
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_two_cells_of_a_notebook_do_not_record_the_same(checkout, kernel, ids):
+    """But an edited one replaces that which it was, and one that is not saved the one that was copied."""
+    copied = f"# copied\n{kernel.cells['head']}"
+    save(checkout, kernel.cells | {"copied": copied})
+    assert kernel.everything(ids) == ("" if not ids else kernel.run("finish"))
+    kernel.cells["copied"] = copied
+    told = "T1Error: 'head/wall_ms' is recorded by another cell, too, `[4] for step in range(2):`; give one of them"
+    assert kernel.run("copied", ids=ids).startswith(told)
+    assert kernel.run("show", ids=ids).endswith("[5.0, 5.0]\n")
+    del kernel.cells["copied"]
+    save(checkout, kernel.cells)
+    kernel.cells["new"] = copied
+    assert not ids or kernel.run("new").startswith(told)  # not saved yet
+    del kernel.cells["new"]
+    assert kernel.run("finish", ids=ids) == "" and len(published(checkout)) == 5
+    kernel.edit("head", "range(2)", "range(1)")
+    save(checkout, kernel.cells)
+    assert kernel.run("head", "finish", ids=ids) == "" and len(published(checkout)) == 4
+
+
+def test_two_cells_of_one_source_are_refused_where_cells_have_no_ids(checkout, kernel):
+    save(checkout, kernel.cells | {"again": kernel.cells["head"]})
+    assert "`[4] for step in range(2):`: stands twice in the notebook" in kernel.everything(ids=False)
+
+
+def test_what_a_deleted_or_unsaved_cell_made_is_not_published(checkout, kernel):
+    kernel.cells["own"] = (
+        "records.put('own', '', {'wall_ms': 1})\nrun.number('demo.own', 1)\nrun.table('own', [])\nx = 1"
+    )
+    save(checkout, kernel.cells)
+    assert kernel.everything() == ""
+    folder, whole = checkout.outputs("demo"), kernel.cells.copy()
+    assert ("own", 1.0) in published(checkout) and (folder / "tables" / "own.tex").is_file()
+    del kernel.cells["own"]
+    save(checkout, kernel.cells)
+    told = "left out, as long as the saved notebook does not have it: `[7] records.put('own', '', {'wall_ms': 1})`\n"
+    assert kernel.run("finish").startswith(told) and kernel.run("show").startswith(told)
+    assert ("own", 1.0) not in published(checkout) and not (folder / "tables" / "own.tex").exists()
+    assert json.loads((folder / "numbers.json").read_text()) == {}
+    save(checkout, whole)  # it was only not saved yet
+    assert kernel.run("finish") == "" and ("own", 1.0) in published(checkout)
+    assert (folder / "tables" / "own.tex").is_file()
+    assert json.loads((folder / "numbers.json").read_text()).keys() == {"demo.own"}
+    kernel.cells = whole | {"user": "run.number('demo.user', x)"}
+    save(checkout, kernel.cells)
+    assert kernel.run("user", "finish") == ""
+    del kernel.cells["own"]
+    save(checkout, kernel.cells)
+    assert "x is not from the last cell above that makes it, in the saved notebook" in kernel.run("finish")
+
+
+def test_cells_that_were_moved_are_run_again(checkout, kernel):
+    """A cell reads the records and variables of those above it."""
+    kernel.cells |= {
+        "count": "run.number('demo.n', len(run.frame()))",
+        "twice": "factor = 2 * p.scale",
+        "end": "factor",
+    }
+    save(checkout, kernel.cells)
+    assert kernel.everything() == ""
+    for moved, told in (("head", "`head` recorded is not from"), ("twice", "factor is not from")):
+        cells = kernel.cells.copy()
+        names = [name for name in cells if name != moved]
+        names.insert(names.index("count") + 1 if moved == "head" else names.index("sizes") + 1, moved)
+        save(checkout, {name: cells[name] for name in names})
+        found = kernel.run("finish")
+        assert "is not from the last cell above that makes it, in the saved notebook" in found, told
+        assert kernel.run(*names, "finish") == ""
+        save(checkout, cells)
+        kernel.run(*cells, "finish")
+    assert published(checkout)[0] == ("head", 5.0)
+
+
+def test_what_was_made_before_an_attempt_that_failed_is_gone(checkout, kernel):
+    good = "run.number('demo.n', 1)\nrun.table('t', [{'a': 1}])\nrun.figure('f', Figure())\n"
+    failing = "class Bad(Figure):\n    def savefig(self, path, **options):\n"
+    failing += "        open(path, 'w').write('half')\n        1 / 0\n"
+    for call in ("number('demo.n', 1j)", "table('t', 3)", "figure('f', Bad())"):
+        failing += f"try:\n    run.{call}\nexcept Exception:\n    pass\n"
+    kernel.cells["made"] = f"from matplotlib.figure import Figure\n{good}other = run.number('demo.other', 2)"
+    assert kernel.everything() == ""
+    folder = checkout.outputs("demo")
+    made = {path.name for path in folder.rglob("*.*") if path.parent != folder}
+    assert made == {"f.pdf", "f.png", "t.tex"} and "demo.n" in json.loads((folder / "numbers.json").read_text())
+    for cell in (good + failing, failing):
+        kernel.cells["made"] = f"from matplotlib.figure import Figure\n{cell}other = run.number('demo.other', 2)"
+        assert kernel.run("made", "finish") == ""
+        assert not [path for path in folder.rglob("*.*") if path.parent != folder]
+        assert json.loads((folder / "numbers.json").read_text()).keys() == {"demo.other"}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(f"run.figure({name!r}, None)" for name in ("../x", "", "a b", "a\\b", "a.b", 3)),
+        *(f"run.table({name!r}, [])" for name in ("../x", "", "a/b")),
+        *(f"run.number({name!r}, 1)" for name in ("../x", "", "a b", 3)),
+        "run.number('demo.n', __import__('decimal').Decimal(1))",
+        "run.number('demo.n', 1j)",
+        "run.number('demo.n', __import__('numpy').ones(2))",
+        "run.number('demo.n', __import__('torch').ones(2))",
+        "run.number('demo.n', [1])",
+        "run.number('demo.n', 1, unit=None)",
+    ],
+)
+def test_names_and_numbers_that_cannot_be_written_are_refused_at_the_call(kernel, call):
+    kernel.run("parameters", "setup")
+    kernel.cells["call"] = call
+    assert re.match(r"T1Error: the (name|key|number) .*(letters, digits|allowed: )", kernel.run("call"))
 
 
 def test_a_part_of_a_notebook_is_not_published(checkout, kernel):

@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Iterable
 from contextlib import redirect_stdout, suppress
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Self
@@ -22,7 +21,8 @@ from IPython import get_ipython
 from matplotlib.figure import Figure
 
 from t1lib import fingerprint, params, paths
-from t1lib.errors import T1Error, require
+from t1lib.errors import T1Error, require, shown
+from t1lib.files import whole
 from t1lib.kit.cells import Cells
 from t1lib.kit.style import STYLE, make_table, to_latex
 from t1lib.measure import manifest
@@ -51,8 +51,8 @@ class Run:
     def __init__(self, experiment: str, namespace: dict[str, Any], folder: Path | None = None) -> None:
         """folder: receives the files, for the caller to publish; None: a temporary one, which `finish` publishes"""
         self.experiment = experiment
-        self._cells = Cells(namespace, lambda: self.params.current(), self._saved_keys)
-        self.records = Records(self._cells.rows)
+        self._cells = Cells(namespace, lambda: self.params.current())
+        self.records = Records(self._cells.rows, self._cells.record)
         self._driven, self._measures = folder is not None, None  # until the parameters are known
         self.params = params.Live(experiment, namespace, self._require_allowed)
         given = self.params.checked()
@@ -78,8 +78,11 @@ class Run:
             shell.events.register("post_run_cell", self._end)
 
     def _begin(self, key: str) -> None:
-        """A cell of this key begins to run."""
-        self._cells.begin(key)
+        """A cell of this key begins to run. If the saved notebook cannot be read now, it is as last read."""
+        with suppress(T1Error):
+            cells = params.code_cells(paths.notebook(self.experiment))
+            self._saved = [cell for cell in cells if cell["source"].strip()]
+        self._cells.begin(key, [cell.get("id") for cell in self._saved], [cell["source"] for cell in self._saved])
         self.params.read_into = self._cells.running.parameters
         if self._measures:
             self.records.own = self._cells.running.rows
@@ -129,61 +132,59 @@ class Run:
     def _require_whole(self) -> None:
         """Raise `T1Error` unless all cells of the saved notebook, from that of `start` to the running one, have run to
         their end: what is published replaces a whole run. Checks only if the frontend gives the file's cell ids."""
-        cells, at = self._saved_cells()
-        first = next((at for at, cell in enumerate(cells) if "Run.start(" in cell["source"]), 0)
-        missing = [cell for cell in cells[first + 1 : at or 0] if cell["id"] not in self._cells.finished]
+        first = next((at for at, cell in enumerate(self._saved) if "Run.start(" in cell["source"]), 0)
+        required = self._saved[first + 1 : self._cells.order.get(self._cells.running_key, 0)]
+        missing = [cell for cell in required if cell["id"] not in self._cells.finished]
         if missing:
             named = f"{len(missing)}, first `{params.first_line(missing[0]['source'])}`"
             told = f"cells of notebooks/{self.experiment}.ipynb that have not run to their end: {named}"
             raise T1Error(f"{told}; run them, or save it without them")
 
-    def _saved_cells(self) -> tuple[list[dict[str, Any]], int | None]:
-        """The saved notebook's code cells (as last read, if the file cannot be read now), and the index of the running
-        one: None if the frontend gives no ids."""
-        with suppress(T1Error):
-            cells = params.code_cells(paths.notebook(self.experiment))
-            self._saved = [cell for cell in cells if cell["source"].strip()]
-        at = (at for at, cell in enumerate(self._saved) if cell.get("id") == self._cells.running_key)
-        return self._saved, next(at, None)
-
-    def _saved_keys(self) -> set[str | None]:
-        """The keys that the saved notebook's cells have, with ids from the frontend or without."""
-        cells, _ = self._saved_cells()
-        return {cell.get("id") for cell in cells} | {cell["source"] for cell in cells}
-
     def frame(self) -> pd.DataFrame:
         """The records that are up to date, one row each; prints which are left out. Also saves them to disk, so that a
-        cell that fails later loses nothing. If the frontend gives cell ids, records of cells below the running one are
-        left out, as in a run from top to bottom."""
-        cells, at = self._saved_cells()
-        below = () if at is None else {cell["id"] for cell in cells[at + 1 :]}
-        self._cells.read_records(below)
+        cell that fails later loses nothing. If the frontend gives cell ids, only records of cells above the running one
+        are there, as in a run from top to bottom."""
+        self._cells.read_records()
         if self._measures:
             for cell, why in self._cells.out_of_date():
                 if cell.rows:
                     print(f"out of date and left out, from the cell `{cell.title}`: {why}")
+            self._tell_unsaved()
             self.records.save(self.outdir / "samples.csv")
-            return Records(partial(self._cells.rows, below)).frame()
         return self.records.frame()
+
+    def _tell_unsaved(self) -> None:
+        for cell in self._cells.unsaved():
+            print(f"left out, as long as the saved notebook does not have it: `{cell.title}`")
+
+    def _new(self, folder: str, name: str, *suffixes: str) -> list[Path]:
+        """The files of a figure or table that the running cell is about to make; what an earlier attempt left there is
+        removed. Raises `T1Error` for a name that is not that of a file, or that another cell uses."""
+        fits = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None
+        require(fits, f"the name {shown(name)} may hold letters, digits, '_' and '-' only")
+        self._cells.draw(f"{folder}/{name}")
+        (self.outdir / folder).mkdir(parents=True, exist_ok=True)
+        files = [self.outdir / folder / f"{name}{suffix}" for suffix in suffixes]
+        for file in files:
+            file.unlink(missing_ok=True)
+        return files
 
     def figure(self, name: str, figure: Figure) -> Figure:
         """Save a figure as PDF and PNG, and return it, so that it is shown if this is its cell's last line."""
+        pdf, png = self._new("figures", name, ".pdf", ".png")
         plt.close(figure)  # else the inline backend shows it again at the end of the cell
-        self._cells.draw(f"figures/{name}")
         if self.saves_figures:
-            (self.outdir / "figures").mkdir(parents=True, exist_ok=True)
-            path = self.outdir / "figures" / f"{name}.pdf"
-            figure.savefig(path, metadata={"CreationDate": None})  # without a date it is the same from run to run
-            figure.savefig(path.with_suffix(".png"), dpi=150)
+            with whole(pdf) as pdf_part, whole(png) as png_part:
+                # Without a date it is the same from run to run.
+                figure.savefig(pdf_part, metadata={"CreationDate": None})
+                figure.savefig(png_part, dpi=150)
         return figure
 
     def table(self, name: str, rows: Iterable[dict[str, object]], text_columns: int = 1) -> pd.DataFrame:
         """Save a table of rows, column → value, as LaTeX; returns it to be shown. The first `text_columns` are text."""
+        (file,) = self._new("tables", name, ".tex")
         made = make_table(rows)
-        self._cells.draw(f"tables/{name}")
-        (self.outdir / "tables").mkdir(parents=True, exist_ok=True)
-        text = to_latex(made, text_columns)
-        (self.outdir / "tables" / f"{name}.tex").write_text(text, encoding="utf-8", newline="\n")
+        file.write_text(to_latex(made, text_columns), encoding="utf-8", newline="\n")
         return made
 
     def number(self, key: str, value: Any, unit: str = "", fmt: str | None = None) -> None:
@@ -199,34 +200,37 @@ class Run:
         named = shorten("; ".join(late), _NAMED, placeholder="…")
         require(not late, f"cells to run again before this one: {len(late)}. {named}")
         self._require_whole()
-        # Drop figures, tables and numbers of earlier executions that no cell makes any more.
-        drawn = self._cells.drawn()
-        for path in [*self.outdir.glob("figures/*.*"), *self.outdir.glob("tables/*.*")]:
-            if f"{path.parent.name}/{path.stem}" not in drawn:
-                path.unlink()
-        for key in self._numbers.keys() - drawn:
-            del self._numbers[key]
-        self._numbers.save_json(self.outdir / "numbers.json")
-        self._numbers.save_tex(self.outdir / "numbers.tex")
+        self._tell_unsaved()
         given = self.params.checked()
         final = paths.outputs(given["profile"], self.experiment)
-        if not self._measures:
-            newer = f"{paths.shown(final)} holds other samples than those drawn here; restart the kernel, run all cells"
-            require(manifest.entry(final / "samples.csv") == self._drawn_from, newer)
-            if not self._driven:
-                manifest.replace_drawn(self.outdir, final)
-            return
-        self.records.save(self.outdir / "samples.csv")
-        modules = {name: self._made_of["modules"].get(name) for name in fingerprint.loaded()}
-        about = self._about | {"profile": given["profile"], "made_of": self._made_of | {"modules": modules}}
-        manifest.write(self.outdir, parameters=given, seconds=time.perf_counter() - self._clock, **about)
+        newer = f"{paths.shown(final)} holds other samples than those drawn here; restart the kernel, run all cells"
+        require(self._measures or manifest.entry(final / "samples.csv") == self._drawn_from, newer)
         if self._driven:
+            self._complete(self.outdir, given)
             return
         final.parent.mkdir(parents=True, exist_ok=True)
         # A copy is published: cells that are run again afterwards work on in `outdir`, and change nothing published.
         with tempfile.TemporaryDirectory(prefix=".", suffix=".partial", dir=final.parent) as beside:
-            whole = shutil.copytree(self.outdir, Path(beside) / self.experiment)
-            manifest.publish(whole, final)
+            copied = shutil.copytree(self.outdir, Path(beside) / self.experiment)
+            self._complete(copied, given)
+            replace = manifest.publish if self._measures else manifest.replace_drawn
+            replace(copied, final)
+
+    def _complete(self, folder: Path, given: params.Values) -> None:
+        """Write the numbers and, if they are this run's, the samples and manifest to `folder`. Drop figures, tables and
+        numbers that no cell has made when it ran last, of those that the running one sees."""
+        drawn = self._cells.drawn()
+        for path in [*folder.glob("figures/*.*"), *folder.glob("tables/*.*")]:
+            if f"{path.parent.name}/{path.stem}" not in drawn:
+                path.unlink()
+        numbers = Numbers({key: number for key, number in self._numbers.items() if key in drawn})
+        numbers.save_json(folder / "numbers.json")
+        numbers.save_tex(folder / "numbers.tex")
+        if self._measures:
+            self.records.save(folder / "samples.csv")
+            modules = {name: self._made_of["modules"].get(name) for name in fingerprint.loaded()}
+            about = self._about | {"profile": given["profile"], "made_of": self._made_of | {"modules": modules}}
+            manifest.write(folder, parameters=given, seconds=time.perf_counter() - self._clock, **about)
 
 
 def redraw(profile: str, experiment: str) -> list[str]:

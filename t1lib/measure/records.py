@@ -4,12 +4,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 import pandas as pd
 
-from t1lib.errors import choose, require
+from t1lib.errors import choose, require, shown
 
 COLUMNS = ("variant", "phase", "step", "metric", "unit", "value")
 # shared: ran on ranks that shared a GPU; wrong: loss or gradients exceed their error bound. Neither gets a time.
@@ -22,11 +23,16 @@ class Records:
     """Rows of `variant, phase, step, metric, unit, value`: one row per sample, none of them averaged.
 
     parts  returns the lists of valid rows; by default there is one, `own`, the list to which rows are added
+    allow  called with rows that are to be added; raises `T1Error` if they must not be
     """
 
-    def __init__(self, parts: Callable[[], Iterable[list[Row]]] | None = None) -> None:
+    def __init__(
+        self,
+        parts: Callable[[], Iterable[list[Row]]] | None = None,
+        allow: Callable[[list[Row]], None] = lambda rows: None,
+    ) -> None:
         self.own: list[Row] = []
-        self._parts = parts or (lambda: [self.own])
+        self._parts, self._allow = parts or (lambda: [self.own]), allow
         self.closed = False  # True: they are another run's, and nothing may be added
 
     @property
@@ -59,6 +65,8 @@ class Records:
     def extend(self, rows: Iterable[Row]) -> None:
         """Append rows, such as those of other records."""
         require(not self.closed, "nothing is recorded with `measure` False; begin measuring cells with `if p.measure:`")
+        rows = list(rows)
+        self._allow(rows)
         self.own += rows
 
     def frame(self) -> pd.DataFrame:
@@ -179,11 +187,14 @@ class Numbers(dict[str, dict[str, Any]]):
 
     def set(self, key: str, value: Any, unit: str = "", fmt: str | None = None) -> None:
         """Set a number; `fmt` is a format specification such as ".1f", by default `format_number` formats it. Raises
-        `T1Error` for a key that LaTeX could not take."""
-        known = re.fullmatch(r"[A-Za-z0-9_.-]+", key) is not None
-        require(known, f"the key {key!r} may hold letters, digits, '_', '-' and '.' only")
-        if hasattr(value, "item"):  # numpy and torch scalars
-            value = value.item()
+        `T1Error` for a key that LaTeX could not take, or a value that JSON could not; an earlier one is then gone."""
+        known = isinstance(key, str) and re.fullmatch(r"[A-Za-z0-9_.-]+", key) is not None
+        require(known, f"the key {shown(key)} may hold letters, digits, '_', '-' and '.' only")
+        self.pop(key, None)
+        with suppress(ValueError, RuntimeError):  # an array or tensor of several
+            value = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
+        plain = isinstance(value, bool | int | float | str | None) and isinstance(unit, str)
+        require(plain, f"the number {key!r} is {shown(value)} in {shown(unit)}; allowed: a number or a text, in a text")
         finite = not isinstance(value, float) or math.isfinite(value)
         text = format(value, fmt) if fmt and finite else format_number(value)
         self[key] = {"value": value if finite else None, "unit": unit, "text": text}
