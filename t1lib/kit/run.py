@@ -26,6 +26,7 @@ from t1lib.files import whole
 from t1lib.kit.cells import Cells
 from t1lib.kit.style import STYLE, make_table, to_latex
 from t1lib.measure import manifest
+from t1lib.measure.isolate import server
 from t1lib.measure.records import Numbers, Records
 
 _RUN = "_t1_run"  # the variable by which a kernel knows its run
@@ -113,6 +114,8 @@ class Run:
         for limit in ("display.max_colwidth", "display.max_columns", "display.max_rows"):
             pd.set_option(limit, None)  # tables are shown whole
         run = namespace[_RUN] = cls(experiment, namespace, Path(driven) if driven else None)
+        if run._measures:
+            server("t1lib.measure.session")  # begins to import while the notebook does
         return run
 
     def _require_allowed(self, given: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from operator import methodcaller
 from typing import Any
@@ -66,16 +67,25 @@ def _end_with_parent() -> None:
     os._exit(1)  # also during a call: a parent that is killed outright cannot end this process itself
 
 
+def server(*modules: str) -> mp.context.BaseContext:
+    """What starts processes here. It is begun at the first call, and imports `modules` once for all processes, before
+    any device is touched, while its caller goes on. (Where a system cannot fork, each process imports.)"""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle variants must not spin on cores that others need
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its profiler warns of blocks allocated before it began
+    if "forkserver" not in mp.get_all_start_methods():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *modules])
+    forkserver.ensure_running()
+    return context
+
+
 class Isolated:
     """A session made by `factory(**settings)`, both picklable, in a process of its own, which the first error ends;
     `call` runs its methods there. wait: for the session to be built; if False, call `receive` once to do so"""
 
     def __init__(self, factory: Callable[..., Any], settings: dict[str, Any], wait: bool = True) -> None:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle variants must not spin on cores that others need
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its profiler warns of blocks allocated before it began
-        context = mp.get_context("forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn")
-        if context.get_start_method() == "forkserver":  # imports are done once, before any device is touched
-            context.set_forkserver_preload([__name__, factory.__module__])
+        context = server(factory.__module__)
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(other, factory, settings), daemon=True)
         self.process.start()

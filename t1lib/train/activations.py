@@ -160,7 +160,7 @@ class OnHost:
         self._left = self._tensor = None
 
     def _note_change(self) -> None:
-        if self._version is not None:
+        if self._version is not None and self._tensor is not None:
             self._changed = self._tensor._version != self._version
 
     def prefetch(self) -> None:
@@ -191,7 +191,7 @@ class OnHost:
         if self._buffer is not None:
             buffer, self._buffer, self._tensor = self._buffer, None, None
             self._inputs.compute.after(self._left, self._back)
-            self._left = self._back = self._version = None
+            self._left = self._back = None
             self._inputs.free[buffer.shape, buffer.dtype].append(buffer)
 
     __del__ = _give_back
