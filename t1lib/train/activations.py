@@ -84,11 +84,10 @@ class Saved:
         """Note tensors that the backward reads, as they are now. (Inference tensors have no versions.)"""
         self.noted = [(t, t._version) for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
 
-    def refuse_changes(self, index: int) -> None:
-        """Raise `T1Error` if one of them has been changed in place since."""
-        same = all(tensor._version == version for tensor, version in self.noted)
-        found = f"an argument or a weight of layer {index} was changed in place between its forward and its backward"
-        require(same, f"{found}; run the forward again")
+    @property
+    def changed(self) -> bool:
+        """Whether one of them has been changed in place since."""
+        return any(tensor._version != version for tensor, version in self.noted)
 
     def random_state(self) -> list[Tensor]:
         """The states of the random number generators: the CPU's and, for a GPU, the device's."""
@@ -160,7 +159,7 @@ class OnHost:
         self._left = self._tensor = None
 
     def _note_change(self) -> None:
-        if self._version is not None and self._tensor is not None:
+        if self._version is not None:
             self._changed = self._tensor._version != self._version
 
     def prefetch(self) -> None:
@@ -189,7 +188,7 @@ class OnHost:
     def _give_back(self) -> None:
         """Let the buffer be used again, once the copies have ended; also after a forward without a backward."""
         if self._buffer is not None:
-            buffer, self._buffer, self._tensor = self._buffer, None, None
+            buffer, self._buffer, self._tensor, self._version = self._buffer, None, None, None
             self._inputs.compute.after(self._left, self._back)
             self._left = self._back = None
             self._inputs.free[buffer.shape, buffer.dtype].append(buffer)

@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -40,7 +40,7 @@ class Engine:
         self.micro_batch, self.in_backward, self.overlap, self.budget = micro_batch, in_backward, overlap, budget
         self.accumulate, self.head = accumulate and not in_backward, head
         self.trace: NoTrace = NoTrace()
-        self.lock = threading.RLock()  # held to run a layer, and to step: another thread may want to evaluate
+        self._lock = threading.RLock()
         self.optimizer = StreamOptimizer(self, optimizer)
         groups = self.optimizer.groups
         streamed = streamed_names(self.stack, groups)
@@ -55,7 +55,7 @@ class Engine:
         self.schedule: Schedule | None = None
         self.passes: Passes | None = None
         self.closed = self.placed = False
-        self._undo = ExitStack()  # how `close` restores the model
+        self.undo = ExitStack()  # how `close` restores the model
         if choice is None and budget is None:
             choice = Choice()
         elif choice is None and plan_for is not None:
@@ -87,13 +87,13 @@ class Engine:
         self._replace(self.model, "zero_grad", _Instead(me, Engine.zero_grad))
         self._replace(self.model, "_apply", partial(_apply, self.layout.dtype, False, self.model))
         if hasattr(self.model, "config"):
-            self._undo.callback(self.model.register_forward_pre_hook(refuse_recorded, with_kwargs=True).remove)
+            self.undo.callback(self.model.register_forward_pre_hook(refuse_recorded, with_kwargs=True).remove)
 
     def _replace(self, module: nn.Module, name: str, value: Any) -> None:
         """Give a module another method, or attribute, until `close`."""
         own = module.__dict__
-        self._undo.callback(own.update, {name: own[name]} if name in own else {})
-        self._undo.callback(own.pop, name, None)  # runs first: the stack is undone in reverse order
+        self.undo.callback(own.update, {name: own[name]} if name in own else {})
+        self.undo.callback(own.pop, name, None)  # runs first: the stack is undone in reverse order
         own[name] = value
 
     def place(self, choice: Choice) -> None:
@@ -161,10 +161,20 @@ class Engine:
                     self._make_runners(Choice(), trains=False)
         return self.passes.run(index, hidden, args, kwargs)
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Held to run a layer, and to step: another thread may want to evaluate. A layer that is bound although none
+        runs was left so by an interrupt."""
+        within = self._lock._is_owned()
+        with self._lock:
+            for held in () if within else self.host:
+                held.recover()
+            yield
+
     @torch.compiler.disable
     def look_up(self, input: Tensor) -> Tensor:
         """Run the embedding whose state is on the host; no other thread runs a layer meanwhile."""
-        with self.lock:
+        with self.alone():
             return self.outer.look_up(input)
 
     def step(self) -> None:
@@ -175,7 +185,7 @@ class Engine:
             early = "a step before the first forward, for which gpu_memory is planned; allowed: plan_for, or choice"
             require(not any(p.grad is not None for p in self.others()), early)
             return
-        with self.lock, uninterrupted():
+        with self.alone(), uninterrupted():
             for held in self.host:  # first: it may raise
                 held.accept_writes()
             self.optimizer.update(self.streamed | self.travelling)
@@ -203,7 +213,7 @@ class Engine:
         clear_gradients(self.unstreamed(), set_to_none)  # the optimizer may not have all of them
 
     def drain(self) -> None:
-        with self.lock:
+        with self.alone():
             if self.schedule is not None:
                 self.schedule.drain()
             if self.outer is not None:
@@ -216,13 +226,14 @@ class Engine:
         self.closed = True
         try:
             for held in self.host:
+                held.recover()
                 held.accept_writes(assigned=True)
             self.drain()
         finally:
             for held in self.host:
                 held.give_back()
             self.host, self.streamed = [], set()
-            self._undo.close()
+            self.undo.close()
             self._drop_runners()
 
 

@@ -97,7 +97,7 @@ class StreamOptimizer(ResidentOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._engine.schedule is not None:
-            self._engine.schedule.forget_failed_backward()
+            self._engine.schedule.forget_backward(failed=True)
         for layer in self._engine.host:
             if set_to_none:
                 layer.grads.forget()
@@ -172,7 +172,7 @@ class StreamOptimizer(ResidentOptimizer):
         found = dict(zip(params, saved, strict=True))
         self._check(found)
         if self._engine.placed:
-            self._engine.schedule.forget_failed_backward()
+            self._engine.schedule.forget_backward(failed=False)
             self.take_over(found)
         else:
             self.state = found

@@ -8,6 +8,7 @@ in the layers' backward, when memory is tightest; the update rebuilds them from 
 """
 
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum, auto
@@ -54,9 +55,13 @@ class OuterParam(Traveller):
         self.update: Update | None = None  # pending or under way
         self.equal_at = version_of(param)  # when the weights and the host's copy were last equal
 
+    @property
+    def released(self) -> bool:
+        return self.param.untyped_storage().nbytes() == 0
+
     def accept_writes(self) -> None:
         """Let the host's copy follow what somebody wrote to the weights on the device."""
-        if self.equal_at == version_of(self.param):
+        if self.released or self.equal_at == version_of(self.param):
             return
         wait_for(self.left)
         if not self.param.is_contiguous():  # assigned to `p.data`
@@ -97,6 +102,9 @@ class Outer:
         self._filled: Mark = None  # marks when the updated weights are on the device
         self._passed: Mark = None  # marks when the previous layer was computed
         self._scratch = Scratch()
+        me = weakref.ref(self)
+        for held in self.held:  # autograd is about to add to a gradient: an update that is pending has to read it first
+            engine.undo.callback(held.param.register_hook(lambda grad: me() and me().visit_gradient()).remove)
         self.embed = embed = next(embeddings, None)
         if embed is not None:
             self._forward, self._table = embed.forward, own[id(embed.weight)]
@@ -141,12 +149,6 @@ class Outer:
 
     def look_up(self, input: Tensor) -> Tensor:
         """In place of the embedding's forward. If an update is pending, it sees the rows as that will leave them."""
-        out = self._looked_up(input)
-        if out.requires_grad:  # autograd is about to add to a gradient, which a pending update has to read first
-            out.register_hook(lambda grad: self.visit_gradient())
-        return out
-
-    def _looked_up(self, input: Tensor) -> Tensor:
         embed, weight = self.embed, self.embed.weight
         # A checkpoint would run this again in the backward, no longer ahead of the update, and save other indices.
         once = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
@@ -197,8 +199,8 @@ class Outer:
         at once if somebody holds a gradient, and may change it."""
         if self._stage is not Stage.RELEASED:
             self.ready()
-            for held in self.held:
-                held.accept_writes()
+        for held in self.held:
+            held.accept_writes()
         at_once = any(_references(held.param) > _references(ALONE) for held in self.held)
         rules, counts = self._optimizer.rules(), self._optimizer.counts
         for held in self.held:
@@ -226,6 +228,8 @@ class Outer:
             for held in self.held:
                 held.update = None  # freed only now: the memory is reused in compute order
             if self._stage is Stage.RELEASED:  # no update is going to rebuild the weights
+                for held in self.held:
+                    held.accept_writes()
                 self._make_room()
                 for held in self.held:
                     held.refill()
@@ -252,7 +256,7 @@ class Outer:
 
     def _make_room(self) -> None:
         """Allocate what was released, with undefined content. The update waits for earlier work in the same memory."""
-        released = [held for held in self.held if held.param.untyped_storage().nbytes() == 0]
+        released = [held for held in self.held if held.released]
         if released:
             self._known = self._schedule.compute.mark()
         for held in released:

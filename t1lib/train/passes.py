@@ -62,7 +62,7 @@ class Passes:
         keys = [getattr(cache.layers[index], "keys", None) for cache in caches if index < len(cache.layers)]
         earlier = [found for found in keys if found is not None]  # keys of earlier tokens
         if not (trains or (grad and any(t.requires_grad for t in (hidden, *earlier)))):
-            with self.engine.lock:
+            with self.engine.alone():
                 return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
         require(not earlier, "past_key_values that hold tokens, as in prefix tuning; to decode, use torch.no_grad()")
         held = self._schedule.layers.get(index)
@@ -93,8 +93,9 @@ class Passes:
             self._schedule.bind(index)
             if save and held is not None:
                 held.refuse_hooks()
-            if save:
-                saved.note([*tree_leaves(given), *(param for *_, param in self._expected[index])])
+            if save:  # a graph that is kept notices by itself what else is changed
+                params = [param for *_, param in self._expected[index]]
+                saved.note((() if held is None else held.params.values()) if keep else [*tree_leaves(given), *params])
             for piece in split_rows(whole, rows):
                 before = saved.random_state() if save and not keep else None
                 with saved.autocast(), self.engine.trace.span("compute", "forward", index):
@@ -114,6 +115,7 @@ class Passes:
                     saved.random.append(before if drew else None)
                     if drew:
                         self._graphs.stop()
+            require(not saved.changed, f"layer {index} writes to an argument, from which it is to be recomputed")
             if self._outer is not None:
                 self._outer.forward_done(index)
         finally:
@@ -159,7 +161,8 @@ class Passes:
             self._outer.backward_begins(index)
         try:
             schedule.bind(index, backward=True)
-            saved.refuse_changes(index)
+            changed = f"an argument or a weight of layer {index} was changed in place after its forward; run that again"
+            require(not saved.changed, changed)
             kept = saved.graphs is not None
             pieces = saved.graphs if kept else split_rows(Piece(hidden.detach(), *saved.given), saved.rows)
             if held is not None:
@@ -219,7 +222,7 @@ class _Layer(torch.autograd.Function):
         ctx: Any, anchor: Tensor | None, hidden: Tensor, passes: Passes, index: int, args: Any, kwargs: Any
     ) -> Tensor:
         ctx.passes, ctx.index, before = passes, index, hidden._version
-        with passes.engine.lock:
+        with passes.engine.alone():
             out, ctx.saved = passes.forward(index, Piece(hidden, args, kwargs), True, wanted=ctx.needs_input_grad[1])
         require(hidden._version == before, f"layer {index} writes to its input, from which it is to be recomputed")
         kept = ctx.saved.graphs is not None or ctx.saved.input is not None
@@ -238,7 +241,7 @@ class _Layer(torch.autograd.Function):
         found = f"layer {ctx.index} was put into training or evaluation mode, or its adapters were switched, between"
         require(same, f"{found} its forward and its backward; allowed: before or after both")
         ctx.saved = None  # so that somebody who keeps the loss keeps nothing else of the batch
-        with ctx.passes.engine.lock:
+        with ctx.passes.engine.alone():
             if saved.graphs is None:
                 hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
             found = ctx.passes.backward(ctx.index, hidden, saved, grad, ctx.needs_input_grad[1])

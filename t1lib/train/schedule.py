@@ -87,7 +87,8 @@ class Schedule:
         update. backward: whether it is for the backward, the second time in this step"""
         slot = layer.slot
         if slot.holds is not None:
-            slot.holds.recover()
+            within = f"layer {layer.index} is called within the call of layer {slot.holds.index}, whose slot it needs"
+            require(not slot.holds.bound, within)
             self.thread.wait(slot.holds.index)  # else its copy, if not queued yet, would later overwrite this one
         if layer.update is not None:
             slot.holds = layer
@@ -242,10 +243,11 @@ class Schedule:
     def _backward_ended(self) -> None:
         self._open = None
 
-    def forget_failed_backward(self) -> None:
-        """After a backward that failed, and may have updated layers, let another one begin."""
+    def forget_backward(self, failed: bool) -> None:
+        """Let another backward begin before a step, even with updates in the backward. failed: only after one that
+        failed, and may have updated layers"""
         for layer in self._order:
-            if layer.grads.backward == self._open:
+            if not failed or layer.grads.backward == self._open:
                 layer.grads.backward = None
         self._open = None
 
