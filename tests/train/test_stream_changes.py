@@ -70,6 +70,14 @@ CHANGES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def assert_as_plain(run: Callable[[Any, Any], object], choice: Choice) -> None:
+    """That `run(model, optimizer)` leaves a streamed model with a plain one's weights."""
+    run(plain := blocks(), adamw(plain))
+    with streaming(blocks(), choice=choice) as (streamed, own):
+        run(streamed, own)
+        assert_same_weights(streamed, plain)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_change_between_forward_and_backward_is_refused(change, place):
@@ -81,10 +89,7 @@ def test_a_change_between_forward_and_backward_is_refused(change, place):
         optimizer.zero_grad()
         train(model, optimizer, BATCHES[2:])
 
-    run(plain := blocks(), adamw(plain))
-    with streaming(blocks(), choice=PLACES[place]) as (streamed, own):
-        run(streamed, own)
-        assert_same_weights(streamed, plain)
+    assert_as_plain(run, PLACES[place])
 
 
 def test_adapters_are_updated_between_forward_and_backward():
@@ -131,10 +136,7 @@ def test_gradients_that_come_after_a_step_count_in_the_next(loss, before):
             (late if before else loss(model)).backward()
             optimizer.step()
 
-    run(plain := blocks(), adamw(plain))
-    with streaming(blocks(), choice=Choice(outer="host")) as (streamed, own):
-        run(streamed, own)
-        assert_same_weights(streamed, plain)
+    assert_as_plain(run, Choice(outer="host"))
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -149,10 +151,7 @@ def test_weights_written_through_an_alias(place):
             for weight in held:
                 weight.mul_(0.9)
 
-    run(plain := blocks(), adamw(plain))
-    with streaming(blocks(), choice=PLACES[place]) as (streamed, own):
-        run(streamed, own)
-        assert_same_weights(streamed, plain)
+    assert_as_plain(run, PLACES[place])
 
 
 @pytest.mark.parametrize("options", [{}, {"moments": "bfloat16"}], ids=str)
@@ -178,10 +177,7 @@ def test_an_alias_of_embedding_and_head_is_written_before_the_step():
             optimizer.zero_grad()
             getattr(optimizer, "drain", lambda: None)()
 
-    run(plain := blocks(), adamw(plain))
-    with streaming(blocks(), choice=Choice(outer="host")) as (streamed, own):
-        run(streamed, own)
-        assert_same_weights(streamed, plain)
+    assert_as_plain(run, Choice(outer="host"))
 
 
 @pytest.mark.parametrize("place", PLACES)
