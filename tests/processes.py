@@ -53,9 +53,11 @@ def _run(rank: int, size: int, folder: Path, cases: Callable[[int, Path], Cases]
 
 
 def join(store: Path, rank: int, size: int) -> None:
-    """Make the process group of the processes that meet at this file."""
+    """Make the process group of the processes that meet at this file, and wait until all have joined: if one that has
+    joined closed its connections at once, it would break those that the others still make."""
     limit = timedelta(seconds=SECONDS_A_COLLECTIVE)
     dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=size, timeout=limit)
+    dist.barrier()
 
 
 def _outcome(case: Callable[[], None]) -> str:
