@@ -109,7 +109,8 @@ WAYS += [("fsdp", "fsdp", SPLIT), ("fsdp", "slide", MASTERS)]
 
 @pytest.mark.parametrize("first, second, spec", WAYS, ids=str)
 def test_a_run_goes_on_in_another_mode(first, second, spec):
-    """With whole masters, also in the layout that splits them: bits are equal before it rounds."""
+    """With whole masters, also in the layout that splits them, which rounds those halfway between two weights its own
+    way."""
     narrow = spec in (MASTERS, SPLIT)
     data, clipped = ragged(4), {} if narrow else CLIPPED
     build = partial(model, dtype=torch.bfloat16 if narrow else torch.float32)
@@ -119,7 +120,10 @@ def test_a_run_goes_on_in_another_mode(first, second, spec):
     resumed = make_trainer(build(seed=4), second, optimizer=spec, **clipped)
     resumed.step(data[3])  # leaves state that must be overwritten
     resumed.load_state_dict(saved)
-    assert_same(saved, resumed.state_dict())
+    shown = resumed.state_dict()
+    halfway = {"rtol": 2**-7, "atol": 0.0} if spec is SPLIT else {}
+    assert_same(saved["model"], shown["model"], **halfway)
+    assert_same({**saved, "model": {}}, {**shown, "model": {}})
     rest, final = run(resumed, data[2:])
     if spec is not SPLIT:
         assert begun + rest == losses
