@@ -21,7 +21,7 @@ def test_csv_round_trip_is_exact_and_wrong_rows_are_refused(tmp_path):
     records = Records()
     records.put("slide", "clean", {"wall_ms": 0.1 + 0.2}, 0)
     records.put("slide", "clean", {"wall_ms": torch.tensor(1 / 3, dtype=torch.float64)}, 1)
-    records.put("gpu", "", {"peak": np.int64(2**40 + 1)}, "layer 3")
+    records.put("gpu", "", {"peak": np.int64(2**40 + 1)}, "layer 3, ²")
     records.status("ckpt", "oom", phase="clean")
     records.put("slide", "own", {"loss": 1, "wall_ms": 2.5, "host_gib": 3.0, "h2d_gb_s": 4.0}, 7)
     records.save(tmp_path / "samples.csv")
@@ -40,6 +40,8 @@ def test_csv_round_trip_is_exact_and_wrong_rows_are_refused(tmp_path):
     records.save(tmp_path / "samples.csv")
     assert np.isnan(Records.load(tmp_path / "samples.csv").rows[-1]["value"])
     refused(lambda: records.status("gpu", "fine"), "allowed: ok, shared, oom, unavailable, skipped, wrong")
+    for name in ("a\rb", "\ud800"):
+        refused(lambda name=name: records.put(name, "", {"wall_ms": 1.0}), "printable")
     with pytest.raises(ValueError, match="fast"):
         records.put("gpu", "", {"wall_ms": "fast"})
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
@@ -140,3 +142,12 @@ def test_a_variant_whose_losses_differ_loses_its_times_and_no_one_else_does(loss
         left = {(r["phase"], r["metric"]) for r in records.rows if r["variant"] == variant}
         times = {("own", "wall_ms"), ("own", "forward_ms")} if variant in right else set()
         assert left == times | {("losses", "loss"), ("losses", "forward_ms"), ("own", "host_gib"), ("own", "status")}
+
+
+def test_losses_of_other_steps_are_no_agreement():
+    records = Records()
+    for variant, first in (("gpu", 0), ("slide", 10)):
+        for step in range(3):
+            records.put(variant, "own", {"loss": 1.0}, first + step)
+    assert gate_losses(records, [("gpu", "own", "own"), ("slide", "own", "own")], 0.1) == math.inf
+    assert statuses(records.frame()) == {"slide": "wrong"}

@@ -63,9 +63,11 @@ class Records:
             print(f"{phase}: {variant} is {state}: {why}")
 
     def extend(self, rows: Iterable[Row]) -> None:
-        """Append rows, such as those of other records."""
+        """Append rows, such as those of other records. Raises `T1Error` for a name that a line of CSV cannot hold."""
         require(not self.closed, "nothing is recorded with `measure` False; begin measuring cells with `if p.measure:`")
         rows = list(rows)
+        for name in (row[column] for row in rows for column in COLUMNS[:4]):
+            require(str(name).isprintable(), f"the name {shown(name)} of a sample; allowed: printable characters")
         self._allow(rows)
         self.own += rows
 
@@ -84,7 +86,7 @@ class Records:
         require(tuple(frame) == COLUMNS, f"{path} has not the columns {', '.join(COLUMNS)}")
         records.own = frame.to_dict("records")
         for row in records.own:
-            row["step"] = int(row["step"]) if row["step"].lstrip("-").isdigit() else row["step"]
+            row["step"] = int(row["step"]) if re.fullmatch(r"-?[0-9]+", row["step"]) else row["step"]
             row["value"] = row["value"] if row["metric"] == "status" else float(row["value"])
         return records
 
@@ -122,8 +124,8 @@ def statuses(frame: pd.DataFrame) -> dict[str, str]:
 
 def gate_losses(records: Records, runs: Sequence[tuple[str, str, str]], bound: float) -> float:
     """Compare the losses of runs with those of the first that has any, step by step; record and return the largest
-    relative difference. A run that differs by more than `bound` gets status `wrong`, and its times are removed: a wrong
-    result has no speed.
+    relative difference. A run that differs by more than `bound`, or has no step in common, gets status `wrong`, and its
+    times are removed: a wrong result has no speed.
 
     runs    variant, phase of its losses, phase of its times
     """
@@ -135,7 +137,7 @@ def gate_losses(records: Records, runs: Sequence[tuple[str, str, str]], bound: f
     for variant, of_losses, of_times in trained:
         found, expected = losses[variant, of_losses].align(losses[trained[0][:2]], join="inner")
         apart = ((found - expected) / expected).abs().mask(found == expected, 0.0).fillna(math.inf)  # NaN never agrees
-        apart = float(apart.max()) if len(apart) else 0.0
+        apart = float(apart.max()) if len(apart) else math.inf  # no step in common
         worst = max(worst, apart)
         if apart > bound:
             records.remove_times(variant, of_times)

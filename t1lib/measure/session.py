@@ -27,7 +27,7 @@ from t1lib.train.resident import make_optimizer
 
 LINK = ("h2d_gb_s", "d2h_gb_s", "both_in_gb_s", "both_out_gb_s")
 PLACES = ("device", "host")  # where a plan puts things; `TrainSession.choice` gives their index
-POINTS = 400  # kept of a timeline, besides its ends: each is the highest in its group of neighbours, so no peak is lost
+POINTS = 400  # groups of a timeline's neighbouring points, of each of which the highest are kept: no peak is lost
 
 
 class TrainSession:
@@ -108,8 +108,10 @@ class TrainSession:
         points = timeline.points
         size = -(-len(points) // POINTS)
         if size > 1:
-            highest = [max(points[at : at + size], key=itemgetter(1)) for at in range(0, len(points), size)]
-            points = [points[0], *highest, points[-1]]
+            groups = [points[at : at + size] for at in range(0, len(points), size)]
+            ways = [itemgetter(1)] + [itemgetter(2)] * (points[0][2] is not None)  # allocated, reserved
+            highest = {max(group, key=way) for group in groups for way in ways}
+            points = sorted({points[0], points[-1]} | highest)
         return [
             {"at_ms": ms, "allocated_gib": live / GIB} | ({} if held is None else {"reserved_gib": held / GIB})
             for ms, live, held in points
@@ -136,7 +138,7 @@ class TrainSession:
         found = {"compute_floor_ms": flops / measure_product(self.device, dtype, 8192 if cuda else 256) * 1e3}
         if isinstance(self.trainer, SlideTrainer):
             moved, link = step_bytes(self.trainer), measure_link(self.device, nbytes=2**28 if cuda else 2**22)
-            found |= link | {"link_ms": link_ms(link, moved.forward_in, moved.backward_in, moved.out)}
+            found |= link | {"link_ms": link_ms(link, moved.forward, moved.backward)}
             if moved.updates:
                 found["update_floor_ms"] = moved.updates / measure_copy(2**29 if cuda else 2**24) * 1e3
         torch.cuda.empty_cache()
@@ -159,15 +161,14 @@ class TrainSession:
 class Moved(NamedTuple):
     """Bytes that a step of slide has to move."""
 
-    forward_in: int  # over the link, while the forward runs
-    backward_in: int  # over the link, while the backward runs
-    out: int  # over the link, to the host
+    forward: tuple[int, int]  # over the link while the forward runs: to the device; to the host
+    backward: tuple[int, int]  # likewise, while the backward runs
     updates: int  # read and written in the host's memory by its updates
 
 
 def step_bytes(trainer: SlideTrainer) -> Moved:
     """The fewest bytes that a step has to move for its layers."""
-    schedule, forward, backward, out, updates = trainer.engine.schedule, 0, 0, 0, 0
+    schedule, forward, forward_out, backward, backward_out, updates = trainer.engine.schedule, 0, 0, 0, 0, 0
     count, slots = len(schedule.layers), len(schedule.weights)
     for place, layer in enumerate(schedule.layers.values()):
         weights, state = layer.flat.nbytes, sum(flat.nbytes for flat in layer.state.values())
@@ -175,26 +176,30 @@ def step_bytes(trainer: SlideTrainer) -> Moved:
         backward += weights * (place < count - slots)  # the last layers are still in their slots
         if not layer.travels:  # frozen, or updated by the CPU
             forward += weights
-            out += weights * layer.trained  # gradients
+            backward_out += weights * layer.trained  # gradients
             updates += (2 * state + 2 * weights + read) * layer.trained
         elif trainer.late:  # updated on the device in the backward, at whose end the first layers are in their slots
             forward += weights * (place >= slots)
             backward += state
-            out += state + weights
+            backward_out += state + weights
         else:  # updated on the device in the next forward; gradients may have to wait for it on the host
             gradients = weights * (trainer.engine.choice.grads == "host")
             forward += state + gradients + read
-            out += state + gradients + weights
-    return Moved(forward, backward, out, updates)
+            forward_out += state + weights
+            backward_out += gradients
+    return Moved((forward, forward_out), (backward, backward_out), updates)
 
 
-def link_ms(rates: dict[str, float], forward_in: int, backward_in: int, backward_out: int) -> float:
-    """Least time in ms of a step's copies (bytes): weights in for the forward; then weights in alongside gradients out.
-    Once the shorter direction is done, the rest of the longer one runs at the rate of that direction alone."""
+def link_ms(rates: dict[str, float], *phases: tuple[int, int]) -> float:
+    """Least time in ms of a step's copies: by phase, the bytes to the device and those to the host. Both directions run
+    at once as long as both have something to copy, and what a phase has not sent to the host leaves in the next."""
     h2d, d2h, both_in, both_out = (rates[name] * 1e6 for name in LINK)  # bytes/ms
-    together = min(backward_in / both_in, backward_out / both_out)
-    rest = max((backward_in - together * both_in) / h2d, (backward_out - together * both_out) / d2h, 0.0)
-    return forward_in / h2d + together + rest
+    ms, left = 0.0, 0.0
+    for inward, outward in phases:
+        together = min(inward / both_in, (outward + left) / both_out)
+        left += outward - together * both_out
+        ms += together + (inward - together * both_in) / h2d
+    return ms + left / d2h
 
 
 def measure_link(device: torch.device, nbytes: int = 2**28) -> dict[str, float]:

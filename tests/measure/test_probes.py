@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import psutil
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from t1lib.measure.probes import AllocatorTimeline, HostPeak, median_ms, rounds, storage_bytes
-from t1lib.measure.session import LINK, link_ms, measure_link
+from t1lib.measure.session import LINK, TrainSession, link_ms, measure_link, step_bytes
 from t1lib.memory import host_available, pinned_zeros
 from t1lib.timing import Trace
 
@@ -51,17 +52,49 @@ def test_the_warm_up_is_dropped_and_rounds_hold_each_thing_once_in_orders_that_d
 
 def test_least_time_of_a_step():
     for copies, seconds in (
-        ((0, 0, 0), 0.0),
-        ((200, 0, 0), 2.0),  # the forward has the link to itself
-        ((0, 200, 0), 2.0),  # so does the backward if no gradients leave
-        ((0, 0, 100), 2.0),
-        ((100, 80, 40), 1.0 + 1.0),  # both directions end together
-        ((100, 80, 140), 1.0 + 1.0 + 2.0),  # 100 bytes of gradients are left, alone at 50 bytes/s
-        ((100, 180, 40), 1.0 + 1.0 + 1.0),  # 100 bytes of weights are left, alone at 100 bytes/s
+        (((0, 0), (0, 0)), 0.0),
+        (((200, 0), (0, 0)), 2.0),  # the forward has the link to itself
+        (((0, 0), (200, 0)), 2.0),  # so does the backward if no gradients leave
+        (((0, 0), (0, 100)), 2.0),
+        (((100, 0), (80, 40)), 1.0 + 1.0),  # both directions end together
+        (((100, 0), (80, 140)), 1.0 + 1.0 + 2.0),  # 100 bytes of gradients are left, alone at 50 bytes/s
+        (((100, 0), (180, 40)), 1.0 + 1.0 + 1.0),  # 100 bytes of weights are left, alone at 100 bytes/s
+        (((80, 40), (80, 40)), 1.0 + 1.0),  # updates in the forward: state in beside state out
+        (((80, 60), (80, 40)), 1.0 + 1.0 + 0.4),  # 20 bytes of state are left, and are the last to leave
     ):
         assert link_ms(RATES, *copies) == pytest.approx(seconds * 1e3), copies
     link = measure_link(CPU, nbytes=2**20)
     assert tuple(link) == LINK and min(link.values()) > 0
+
+
+@pytest.mark.parametrize("norm", [None, 1.0])
+def test_state_leaves_while_it_is_updated_in_the_backward_or_if_clipped_in_the_next_forward(norm):
+    """Each byte once: weights, their gradients, and moments of 4 bytes; the last two layers' weights stay."""
+    options = dict(model="tiny", mode="slide", dtype="float32", batch=1, seq=8, optimizer={"name": "adamw"})
+    trainer = TrainSession(**options, device="cpu", max_grad_norm=norm).trainer
+    moved, layers = step_bytes(trainer), [*trainer.engine.schedule.layers.values()]
+    whole, one = sum(layer.flat.nbytes for layer in layers), layers[0].flat.nbytes
+    again, state = whole - 2 * one, 2 * whole
+    if norm is None:
+        assert moved == ((again, 0), (again + state, whole + state), 0)
+    else:
+        assert moved == ((2 * whole + state, whole + state), (again, whole), 0)
+
+
+def test_a_timeline_keeps_the_peaks_of_both_kinds_of_memory(monkeypatch):
+    points = [(float(ms), 5, 6) for ms in range(4000)]
+    points[1234], points[2345] = (1234.0, 9, 9), (2345.0, 1, 30)
+
+    @contextmanager
+    def recorded(*_):
+        yield SimpleNamespace(points=points)
+
+    monkeypatch.setattr("t1lib.measure.session.AllocatorTimeline", recorded)
+    trainer = SimpleNamespace(device_tensors=list)
+    own = SimpleNamespace(_settle=lambda: None, trainer=trainer, device=CPU, step=lambda: None)
+    found = TrainSession.timeline(own)
+    assert len(found) < 1000 and [p["at_ms"] for p in found] == sorted(p["at_ms"] for p in found)
+    assert [max(p[f"{kind}_gib"] for p in found) * 2**30 for kind in ("allocated", "reserved")] == [9, 30]
 
 
 def test_timeline_sees_every_allocation_in_order_and_exactly():
