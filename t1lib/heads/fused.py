@@ -33,7 +33,8 @@ def fused(
     """Cross-entropy of a linear layer's outputs by Triton kernels; how it works is in docs/heads.md.
 
     workspace   default: 1.5 GiB (loss alone: 16 MiB) plus 192 bytes per token and copies. A weight is copied, and the
-                copy counts, if its dtype is not the products' (float32 under autocast) or its columns' stride not 1
+                copy counts, if its dtype is not the products' (float32 under autocast) or its columns' stride not 1;
+                likewise an input whose tokens are not evenly spaced in memory, such as `hidden[:, :-1]`
     chunks      instead of workspace: number of chunks of tokens, rounded to whole row tiles. In 16 bits dW is rounded
                 once per chunk; the targets' own terms and the rows of the 1024 most frequent targets only once
     tail        "fp8": where the forward computes the gradients on a Hopper GPU, the products for dE and dW take the

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from t1lib.heads.options import Options, Settings, Shards, Tensors, need_workspace
+from t1lib.heads.options import Options, Settings, Shards, Tensors, evenly_spaced, need_workspace
 
 DEFAULT_WORKSPACE = 3 * 2**29  # bytes, plus `TOKEN_BYTES` per token and copies; less costs up to 4 % (docs/history)
 LOSS_WORKSPACE = 16 * 2**20  # more memory does not speed up the loss alone
@@ -67,7 +67,7 @@ class Shape(NamedTuple):
     compute: torch.dtype  # of the products
     de: bool  # whether dE is wanted
     dw: bool
-    copies: int = 0  # bytes of copies of weight and bias in the products' dtype
+    copies: int = 0  # bytes, see `copies`
     ranks: int = 0  # over which the vocabulary is sharded; 0 if it is not
 
 
@@ -136,10 +136,13 @@ def bytes_needed(shape: Shape, plan: Plan, early: bool) -> int:
 
 
 def copies(tensors: Tensors, compute: torch.dtype, rows: int) -> int:
-    """Bytes of the copies of weight and bias that the kernels need, for so many rows of the weight."""
+    """Bytes of the copies that the kernels need: of weight and bias, for so many rows of the weight, and of an input
+    (…, D) whose tokens are not evenly spaced in memory, as those of `hidden[:, :-1]` are not."""
     given = [t for t in (tensors.linear_weight, tensors.linear_bias) if t is not None]
     copied = [t for t in given if t.dtype != compute or (t.dim() > 0 and t.stride(-1) != 1)]
-    return sum(rows * (t.shape[1] if t.dim() == 2 else 1) * compute.itemsize for t in copied)
+    found = sum(rows * (t.shape[1] if t.dim() == 2 else 1) * compute.itemsize for t in copied)
+    e = tensors.input
+    return found if evenly_spaced(e) else found + e.numel() * e.dtype.itemsize
 
 
 def early_from(tokens: int, vocab: int, hidden: int, itemsize: int, cuda: bool) -> int:

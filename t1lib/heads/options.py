@@ -4,6 +4,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,14 @@ class Tensors(NamedTuple):
     linear_bias: Tensor | None = None
     weight: Tensor | None = None
     token_weight: Tensor | None = None
+
+
+def evenly_spaced(input: Tensor) -> bool:
+    """Whether an input (…, D) can be viewed as (N, D); `hidden[:, :-1]`, for one, must be copied."""
+    if input.dim() < 3:
+        return True
+    outer = [(size, stride) for size, stride in zip(input.shape[:-1], input.stride(), strict=False) if size != 1]
+    return all(stride == size * inner for (_, stride), (size, inner) in pairwise(outer))
 
 
 class Shards(NamedTuple):

@@ -21,6 +21,7 @@ from t1lib.heads.options import (
     autocast_dtype,
     check_settings,
     check_tensors,
+    evenly_spaced,
     own_options,
 )
 
@@ -123,9 +124,9 @@ def require_backend(group: ProcessGroup, device: str) -> None:
 
 
 def _described(value: Any, name: str) -> Any:
-    """What ranks must agree on about a tensor; not a shard's rows. Kernels need a copy if its last stride is not 1."""
+    """What ranks must agree on about a tensor: not a shard's rows, but whether kernels need a copy of it."""
     if value is None:
         return None
     shape = ("rows", *value.shape[1:]) if name in ("linear_weight", "linear_bias") else tuple(value.shape)
-    facts = "requires grad" if value.requires_grad else "constant", value.dim() == 0 or value.stride(-1) == 1
-    return type(value).__name__, value.dtype, shape, *facts
+    as_it_is = (value.dim() == 0 or value.stride(-1) == 1) and (name != "input" or evenly_spaced(value))
+    return type(value).__name__, value.dtype, shape, "requires grad" if value.requires_grad else "constant", as_it_is

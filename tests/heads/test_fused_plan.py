@@ -9,7 +9,8 @@ import pytest
 import torch
 from head_cases import least_of
 
-from t1lib.heads.fused_plan import TILES, Device, Shape, bytes_needed, device_of, early_from, layout, plan
+from t1lib.heads.fused_plan import TILES, Device, Shape, bytes_needed, copies, device_of, early_from, layout, plan
+from t1lib.heads.options import Tensors
 
 HOPPER, INTERPRETER = Device("hopper", 132), Device("interpreter", 4)
 SHAPES = {  # N, V, D
@@ -93,3 +94,11 @@ def test_amds_ninth_generation_is_not_hopper(hip, kind, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", hip)
     assert device_of(torch.device("cuda")) == Device(kind, 304)
     assert device_of(torch.device("cpu")).kind == "interpreter"
+
+
+def test_an_input_whose_tokens_are_not_evenly_spaced_is_copied_and_the_copy_counts():
+    e, wide, w = torch.zeros(2, 5, 8), torch.zeros(2, 5, 16), torch.zeros(3, 8)
+    even = [e, e[:1, :-1], e[:, :1], e.flatten(0, 1)[::2], e.transpose(0, 1)[:1], wide[..., :8]]
+    for given in (*even, e[:, :-1], e.transpose(0, 1), e.expand(2, 2, 5, 8)):
+        copied = given.flatten(0, -2).untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
+        assert copies(Tensors(given, w, None, None, None, None), e.dtype, 3) == copied * given.nbytes, given.shape
