@@ -49,14 +49,8 @@ class Passes:
 
     def run(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Run layer `index` on hidden states (B, …) with the other arguments that the model gives it."""
+        self._refuse_surroundings(index, hidden)
         layer, grad = self.stack[index], torch.is_grad_enabled()
-        for params, name, own in self._expected[index]:
-            if params.get(name) is not own and params.get(name) is not None:
-                where = f"{name!r} in layer {index} is another parameter than `stream` was given"
-                raise T1Error(f"{where}, as in functional_call; allowed: changes of its values")
-        within = parametrize._cache_enabled or torch._C._functorch.is_gradtrackingtensor(hidden)
-        within = within or torch.autograd.forward_ad._current_level >= 0
-        require(not within, "streamed layers within parametrize.cached(), torch.func, or forward-mode differentiation")
         trains = grad and any(p.requires_grad for p in layer.parameters())
         caches = [getattr(v, "self_attention_cache", v) for v in (*args, *kwargs.values()) if isinstance(v, Cache)]
         keys = [getattr(cache.layers[index], "keys", None) for cache in caches if index < len(cache.layers)]
@@ -65,16 +59,30 @@ class Passes:
             with self.engine.alone():
                 return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
         require(not earlier, "past_key_values that hold tokens, as in prefix tuning; to decode, use torch.no_grad()")
-        held = self._schedule.layers.get(index)
+        self._refuse_to_train(index, args, kwargs)
+        if layer.training:  # caches stay empty, as under transformers' own checkpointing
+            args, kwargs = without_caches(args, kwargs)
+        return _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
+
+    def _refuse_surroundings(self, index: int, hidden: Tensor) -> None:
+        """Raise `T1Error` if the layer has other parameters now, or something transforms the call."""
+        for params, name, own in self._expected[index]:
+            if params.get(name) is not own and params.get(name) is not None:
+                where = f"{name!r} in layer {index} is another parameter than `stream` was given"
+                raise T1Error(f"{where}, as in functional_call; allowed: changes of its values")
+        within = parametrize._cache_enabled or torch._C._functorch.is_gradtrackingtensor(hidden)
+        within = within or torch.autograd.forward_ad._current_level >= 0
+        require(not within, "streamed layers within parametrize.cached(), torch.func, or forward-mode differentiation")
+
+    def _refuse_to_train(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise `T1Error` for a layer, or arguments, whose gradients would be wrong or lost."""
+        layer, held = self.stack[index], self._schedule.layers.get(index)
         late = held is not None and not held.trained and any(p.requires_grad for p in held.params.values())
         require(not late, f"layer {index} was unfrozen after `stream`: close the optimizer, then stream again")
         twice = getattr(layer, "gradient_checkpointing", False) and layer.training
         require(not twice, "the model's own gradient checkpointing is on; stream recomputes layers itself: turn it off")
         needy = any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves((args, kwargs)))
         require(not needy, f"layer {index} is given an argument that needs a gradient, beside its hidden states")
-        if layer.training:  # caches stay empty, as under transformers' own checkpointing
-            args, kwargs = without_caches(args, kwargs)
-        return _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
 
     def forward(self, index: int, whole: Piece, save: bool, wanted: bool = False) -> tuple[Tensor, Saved]:
         """Run the layer on a batch; returns its output and, with `save`, what the backward needs. wanted: whether the
@@ -85,36 +93,28 @@ class Passes:
         unmerged = "merged adapters that are disabled, which PEFT unmerges on the way: unmerge_adapter() first"
         require(not merged or held is None, unmerged)  # PEFT would take them out of the slot's copy of the weights
         version, graphs = 0 if held is None else held.version, [] if keep else None
-        cached = any(isinstance(value, Cache) for value in (*whole.args, *whole.kwargs.values()))
-        rows = None if cached else self.engine.micro_batch
+        rows = None if has_cache(whole) else self.engine.micro_batch
         given, outputs = without_caches(whole.args, whole.kwargs), []
         saved = Saved(self.device, Saved.modes_of(modules), version, rows, given, graphs=graphs)
         try:
             self._schedule.bind(index)
             if save and held is not None:
                 held.refuse_hooks()
-            if save:  # a graph that is kept notices by itself what else is changed
-                params = [param for *_, param in self._expected[index]]
-                saved.note((() if held is None else held.params.values()) if keep else [*tree_leaves(given), *params])
+            if keep:  # the graph notices by itself what else is changed
+                saved.note(() if held is None else held.params.values())
+            elif save:
+                saved.note([*tree_leaves(given), *(param for *_, param in self._expected[index])])
             for piece in split_rows(whole, rows):
-                before = saved.random_state() if save and not keep else None
-                with saved.autocast(), self.engine.trace.span("compute", "forward", index):
+                with saved.autocast():
                     if keep:
-                        saved.graphs.append(self._with_graph(index, piece, wanted))
+                        with self.engine.trace.span("compute", "forward", index):
+                            saved.graphs.append(self._with_graph(index, piece, wanted))
                         out = saved.graphs[-1][1]
-                    elif not cached and self._may_replay(index, piece):
-                        key, call = (held.slot, self.stack[index].training), partial(self._call, index)
-                        out = self._graphs.run(index, key, call, piece.hidden.detach(), piece.args, piece.kwargs)
                     else:
-                        out = self._call(index, *piece)
+                        out = self._without_graph(index, piece, saved if save else None)
                 lost = f"layer {index} is frozen, but something in it, or an argument, needs a gradient"
                 require(save or not out.requires_grad, lost)
                 outputs.append(out.detach())
-                if before is not None:
-                    drew = not all(map(torch.equal, before, saved.random_state()))
-                    saved.random.append(before if drew else None)
-                    if drew:
-                        self._graphs.stop()
             require(not saved.changed, f"layer {index} writes to an argument, from which it is to be recomputed")
             if self._outer is not None:
                 self._outer.forward_done(index)
@@ -130,6 +130,23 @@ class Passes:
         require(isinstance(out, Tensor), f"layer {index} returns a {kind}; allowed: one tensor, the hidden states")
         return out
 
+    def _without_graph(self, index: int, piece: Piece, saved: Saved | None) -> Tensor:
+        """Run the layer; returns its output. saved: None, or what gets the random numbers' state if it draws any"""
+        before = None if saved is None else saved.random_state()
+        with self.engine.trace.span("compute", "forward", index):
+            if self._may_replay(index, piece):
+                key = self._schedule.layers[index].slot, self.stack[index].training
+                given = piece.hidden.detach(), piece.args, piece.kwargs
+                out = self._graphs.run(index, key, partial(self._call, index), *given)
+            else:
+                out = self._call(index, *piece)
+        if saved is not None:
+            drew = not all(map(torch.equal, before, saved.random_state()))
+            saved.random.append(before if drew else None)
+            if drew:
+                self._graphs.stop()
+        return out
+
     def _with_graph(self, index: int, piece: Piece, wanted: bool, recompute: bool = False) -> tuple[Tensor, Tensor]:
         """Run the layer, or recompute it; returns its input and its output, with the graph between them."""
         x = piece.hidden.detach().requires_grad_(wanted)
@@ -142,7 +159,7 @@ class Passes:
 
     def _may_replay(self, index: int, piece: Piece) -> bool:
         """Whether the layer may run as a CUDA graph: it is launch-bound, and does the same every time."""
-        odd = torch.is_autocast_enabled(self.device.type) or torch.is_inference_mode_enabled()
+        odd = torch.is_autocast_enabled(self.device.type) or torch.is_inference_mode_enabled() or has_cache(piece)
         bound = piece.hidden.shape[:-1].numel() <= self._graph_tokens
         return bound and not odd and self._graphs.allow(index)
 
@@ -209,6 +226,10 @@ class Passes:
         key = held.slot, held.grads.slot, self.stack[index].training, wanted
         with self.engine.trace.span("compute", "backward", index):
             return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
+
+
+def has_cache(piece: Piece) -> bool:
+    return any(isinstance(value, Cache) for value in (*piece.args, *piece.kwargs.values()))
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
