@@ -85,9 +85,9 @@ class LanguageSession:
     def about(self) -> dict[str, int | str]:
         corpus, params = self.corpus, sum(p.numel() for p in self.trainer.model.parameters())
         return {
-            "sha256": corpus.sha256, "files": corpus.files, "bytes": corpus.bytes, "vocabulary": corpus.vocabulary,
-            "train_tokens": corpus.train.numel(), "held_out_tokens": corpus.held_out.numel(), "params": params,
-            "hidden": self.trainer.parts.head.weight.shape[1],
+            "sha256": corpus.sha256, "files": corpus.files, "copies": corpus.copies, "bytes": corpus.bytes,
+            "vocabulary": corpus.vocabulary, "train_tokens": corpus.train.numel(), "params": params,
+            "held_out_tokens": corpus.held_out.numel(), "hidden": self.trainer.parts.head.weight.shape[1],
         }  # fmt: skip
 
     def export(self, folder: Path) -> Path:
