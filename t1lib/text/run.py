@@ -46,10 +46,11 @@ def train_command(arguments: argparse.Namespace) -> int:
             if run.steps >= run.options["steps"]:
                 print(f"{folder} is at step {run.steps} of {run.options['steps']}: nothing to train")
             finished = run.train()
-            if asked["export"]:
-                print(f"model {run.session.export(folder / 'model')}")
             if not finished:
-                print(f"interrupted after step {run.steps}; --resume goes on", file=sys.stderr)
+                also = "--resume --export goes on; no model was exported" if asked["export"] else "--resume goes on"
+                print(f"interrupted after step {run.steps}; {also}", file=sys.stderr)
+            elif asked["export"]:
+                print(f"model {run.session.export(folder / 'model')}")
     return 0 if finished else EXIT_INTERRUPTED
 
 

@@ -141,8 +141,14 @@ def test_interrupted_while_starting_it_ends_with_one_line(tmp_path):
     assert (process.returncode, err) == (130, "interrupted while starting; nothing was trained\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_it_trains_is_noted_whatever_the_step_does(tmp_path, monkeypatch, capsys, number):
+@pytest.mark.parametrize(
+    ("number", "more", "said"),
+    [
+        (signal.SIGINT, [], "--resume goes on"),
+        (signal.SIGTERM, ["--export"], "--resume --export goes on; no model was exported"),
+    ],
+)
+def test_a_signal_while_it_trains_is_noted_whatever_the_step_does(tmp_path, monkeypatch, capsys, number, more, said):
     """In the middle: a checkpoint of the last step, all metrics, one line, exit code 130."""
 
     def swallows():
@@ -152,8 +158,8 @@ def test_a_signal_while_it_trains_is_noted_whatever_the_step_does(tmp_path, monk
             pytest.fail("a step was interrupted")
 
     before_step(monkeypatch, 1, swallows)
-    assert train(tmp_path / "a", "--steps", "5") == 130
-    assert capsys.readouterr().err == "interrupted after step 1; --resume goes on\n"
+    assert train(tmp_path / "a", "--steps", "5", *more) == 130
+    assert capsys.readouterr().err == f"interrupted after step 1; {said}\n" and not (tmp_path / "a" / "model").exists()
     assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000001"] and len(metrics(tmp_path / "a")) == 1
 
 
@@ -318,7 +324,11 @@ def test_what_it_exports_is_the_model_that_was_trained_and_can_be_trained_on(tmp
     loss = model(input_ids=rows, labels=rows).loss.item()
     assert loss == pytest.approx(metrics(tmp_path / "a")["held_out_loss"].iloc[-1], rel=1e-5)
     small = ["--seq", "16", "--batch", "4", "--device", "cpu", "--head", "chunked", "--out", "b", "--steps", "1"]
-    assert main(["train", "--model", "a/model", "--data", "own", *small]) == 0
+    tokenizer.chat_template, tokenizer.pad_token, tokenizer.model_max_length = "{{ messages }}", "!", 99
+    tokenizer.save_pretrained("a/model")
+    assert main(["train", "--model", "a/model", "--data", "own", *small, "--export"]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert Path("b/model", name).read_bytes() == Path("a/model", name).read_bytes()
     monkeypatch.chdir(tmp_path / "own")
     assert main([*AGAIN, "--out", "../b", "--steps", "2"]) == 0
     for name in ("config.json", "tokenizer.json"):
