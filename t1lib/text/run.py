@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from t1lib import __version__
 from t1lib.errors import T1Error, choose, is_whole, require, shown
-from t1lib.files import held, read_signed, whole, write_signed, writing
+from t1lib.files import held, read_signed, remove, whole, write_signed, writing
 from t1lib.memory import GIB
 from t1lib.models import PRESETS
 from t1lib.signals import EXIT_INTERRUPTED, noted
@@ -21,7 +21,7 @@ from t1lib.text.corpus import LIBRARY, sha256
 from t1lib.text.session import LanguageSession, decided, session_of
 from t1lib.train import StepRecord
 from t1lib.train.batch import launched
-from t1lib.train.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
+from t1lib.train.checkpoint import META, has_checkpoint, load_checkpoint, save_checkpoint, step_folders
 
 RUN, METRICS = "run.json", "metrics.csv"  # in the folder of a run
 LEAST = dict.fromkeys(("steps", "batch", "seq", "micro_batch", "vocabulary", "eval_rows"), 1)
@@ -93,6 +93,7 @@ class TrainRun:
 
     def __init__(self, folder: Path, given: dict[str, Any], usual: dict[str, Any]) -> None:
         self.folder, self._checkpoints = folder, folder / "checkpoints"
+        self._beside = self._checkpoints / METRICS  # the row that metrics.csv did not take
         before = self._before(usual, "resume" in given)
         self.options = self._options(given, usual, before.get("options", {}))
         self.session = LanguageSession(**session_of(self.options))
@@ -107,6 +108,9 @@ class TrainRun:
         there = f"{folder / 'model'} is there already, which --export would replace; take another --out"
         require(resume or not (folder / "model").exists(), there)
         require(not resume or bool(before), f"{folder} holds no run to go on with: no {RUN}")
+        left = [path.name for path in step_folders(self._checkpoints) if not path.name.startswith(".")]
+        lost = f"{self._checkpoints} holds {left}, but no {META}; put that back, or remove them to begin again"
+        require(not resume or not left or has_checkpoint(self._checkpoints), lost)
         other = f"the run in {folder} was begun by another version of t1lib; finish it with that one"
         require(not resume or usual.keys() - SITTING == before.get("options", {}).keys(), other)
         return before if resume else {}
@@ -192,23 +196,34 @@ class TrainRun:
         return dict(zip(HEADER.split(","), (*training, peak, host, held_out), strict=True))
 
     def _begin_metrics(self) -> None:
-        """Drop the rows of steps that will be repeated, and one that a full disk or a power cut truncated."""
-        rows = [row for row in _read_metrics(self.folder / METRICS) if int(row.split(",")[0]) <= self.steps]
+        """Drop the rows of steps that will be repeated, and one that a full disk or a power cut truncated; take the row
+        beside the checkpoint."""
+        found = [row for path in (self.folder / METRICS, self._beside) for row in _read_metrics(path)]
+        rows = {step: row for row in found if (step := int(row.split(",")[0])) <= self.steps}
         with whole(self.folder / METRICS) as path:
-            path.write_text("".join([HEADER, "\n", *rows]), encoding="utf-8", newline="\n")
+            path.write_text("".join([HEADER, "\n", *rows.values()]), encoding="utf-8", newline="\n")
+        remove(self._beside)
 
     def _add_metrics(self, row: dict[str, float | None], told: bool) -> None:
         """Append a step's row, then print it if `told`. In this order: Ctrl-C may have ended a `tee` that reads it."""
-        with writing(self.folder / METRICS), (self.folder / METRICS).open("a", newline="\n") as file:
-            file.write(",".join("" if value is None else repr(value) for value in row.values()) + "\n")
+        line = ",".join("" if value is None else repr(value) for value in row.values()) + "\n"
+        try:
+            with writing(self.folder / METRICS), (self.folder / METRICS).open("a", newline="\n") as file:
+                file.write(line)
+        except T1Error:
+            with suppress(T1Error), whole(self._beside) as path:
+                path.write_text(f"{HEADER}\n{line}", encoding="utf-8", newline="\n")
+            raise
         with writing(Path("to the standard output")):
             if told:
                 print(_line(row, self.options["steps"]), flush=True)
 
 
 def _read_metrics(path: Path) -> list[str]:
-    """The whole rows of a metrics.csv, without its header."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
+    """The whole rows of a metrics.csv, without its header. Raises `T1Error` for a file with another one."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    require(text.startswith(HEADER) or not text, f"{path} is no file of this command's; take another --out")
+    lines = text.splitlines(keepends=True)
     return [line for line in lines if line.partition(",")[0].isdecimal() and line.endswith("\n")]
 
 

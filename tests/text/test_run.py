@@ -191,7 +191,7 @@ def test_interrupted_in_its_last_checkpoint_it_finishes_unless_twice(tmp_path, m
 
 
 def test_a_checkpoint_or_metrics_that_cannot_be_written_are_no_dead_end(tmp_path, monkeypatch, refused):
-    """Metrics cost no step: its checkpoint is written, and the run goes on from it."""
+    """Metrics cost no step, nor its row: its checkpoint is written, and the run goes on from it."""
     file, often = tmp_path / "a" / "metrics.csv", ["--steps", "6", "--checkpoint-every", "2"]
     with largest_file(4000):
         refused("step-00000002: File too large", tmp_path / "a", *often)
@@ -207,10 +207,11 @@ def test_a_checkpoint_or_metrics_that_cannot_be_written_are_no_dead_end(tmp_path
     with monkeypatch.context() as patch:
         before_step(patch, 3, blocks)
         refused(f"error: cannot write {file}: Is a directory\n", tmp_path / "a", *often, "--resume")
-    assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000003"]
+    assert names(tmp_path / "a" / "checkpoints") == [META, "metrics.csv", "step-00000003"]
     file.rmdir()
     assert train(tmp_path / "a", *often, "--resume") == 0
-    assert list(metrics(tmp_path / "a").index) == [4, 5, 6]
+    assert list(metrics(tmp_path / "a").index) == [3, 4, 5, 6]
+    assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000006"]
     file.unlink()
     (tmp_path / "a" / "checkpoints" / META).unlink()  # as if it was killed in its first checkpoint, before any row
     assert train(tmp_path / "a", "--steps", "1") == 0
@@ -244,6 +245,11 @@ def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
         options = {"options": whole["options"] | more} if more else {}
         write_signed(file, {"t1lib": "0", "corpus": whole["corpus"], **options})
         refused(message, a_run, command=AGAIN)
+    write_signed(file, whole)
+    (a_run / "checkpoints" / META).unlink()
+    before = content(a_run)
+    refused("holds ['step-00000002'], but no checkpoint.json", a_run, command=AGAIN)
+    assert content(a_run) == before
     file.unlink()
     refused("holds no run to go on with", a_run, command=AGAIN)
     assert train(a_run, "--steps", "2") == 2
@@ -296,6 +302,11 @@ def test_folders_for_a_run(tmp_path, refused):
         refused("is in the folder of --data", out, "--steps", "1", "--data", str(tmp_path))
     (tmp_path / "own" / "model").mkdir(parents=True)
     refused("own/model is there already", tmp_path / "own", "--steps", "1")
+    shutil.rmtree(tmp_path / "own")
+    (tmp_path / "own").mkdir()
+    shutil.copy(TEXT, tmp_path / "own" / "metrics.csv")
+    data = ["--data", str(tmp_path / "own" / "metrics.csv")]
+    refused("own/metrics.csv is no file of this command's", tmp_path / "own", "--steps", "1", *data)
     shutil.rmtree(tmp_path / "own")
     for command in (SMALL, [*SMALL, "--resume"], AGAIN):
         refused(str(tmp_path / "file"), tmp_path / "file", command=command)
