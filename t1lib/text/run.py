@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,15 @@ class TrainRun:
     def _begin(self, before: dict[str, Any]) -> None:
         """Go on from the last checkpoint, if there is one. before: content of run.json of the run that is resumed"""
         folder, text, model = self.folder, self.session.corpus.sha256, self.options["model"]
-        files = () if model in PRESETS else (Path(model, name) for name in ("config.json", "tokenizer.json"))
-        form = sha256(*(path.read_text(encoding="utf-8") for path in files))  # what the model is, but for its weights
+        if model in PRESETS:  # what the model is, but for its weights and what the options say
+            tokens, what = self.session.corpus.tokenizer.get_vocab(), "the tokenizer (another version's, maybe)"
+            form = sha256(*sorted(tokens, key=tokens.__getitem__))
+        else:
+            files, what = ("config.json", "tokenizer.json"), f"config.json or tokenizer.json in {model}"
+            form = sha256(*(Path(model, name).read_text(encoding="utf-8") for name in files))
         other = f"not the one that the run in {folder} was begun with"
         require(before.get("corpus", text) == text, f"the text is {other}")
-        require(before.get("form", form) == form, f"config.json or tokenizer.json in {model} is {other}")
+        require(before.get("form", form) == form, f"{what} is {other}")
         saved = has_checkpoint(self._checkpoints)  # not if the run is new, or ended before that
         self._saved = load_checkpoint(self.session.trainer, self._checkpoints) if saved else None  # its step
         most = f"the run in {folder} is at step {self.steps}; allowed: --steps {self.steps} or more, or none"
@@ -165,14 +170,16 @@ class TrainRun:
                 torch.manual_seed(self.options["seed"] * 1_000_003 + self.steps)  # dropout draws as if never resumed
                 record = self.session.step()
                 ends = record.step == last
-                row = self._row(record, self.session.evaluate(rows) if self._due("eval_every", ends) else None)
+                evaluated, saved = self._due("eval_every", ends), self._due("checkpoint_every", False)
+                record = self._settled(record) if evaluated or saved or ends else record
+                row = self._row(record, self.session.evaluate(rows) if evaluated else None)
                 told = self._due("report_every", ends or interrupted())
                 try:
                     self._add_metrics(row, told)
                 except T1Error:
                     self._save()
                     raise
-                if self._due("checkpoint_every", False):
+                if saved:
                     self._save()
             if self._saved != self.steps:
                 self._save()
@@ -188,10 +195,17 @@ class TrainRun:
         print(f"checkpoint {path} in {time.monotonic() - began:.1f} s", flush=True)
         self._saved = self.steps
 
+    def _settled(self, record: StepRecord) -> StepRecord:
+        """The record, with the time of updates that were still pending: what follows would take them off the clock."""
+        began = time.perf_counter()
+        self.session.trainer.drain()
+        return replace(record, wall_ms=record.wall_ms + (time.perf_counter() - began) * 1e3)
+
     def _row(self, record: StepRecord, held_out: float | None) -> dict[str, float | None]:
-        lr = self.session.trainer.spec.lr * self.session.trainer.schedule(record.step - 1)
+        trainer = self.session.trainer
+        lr = trainer.spec.lr * trainer.schedule(record.step - 1)
         rate, host = record.tokens / record.wall_ms * 1e3, psutil.Process().memory_info().rss / GIB
-        peak = None if self.options["device"] == "cpu" else torch.cuda.max_memory_reserved() / GIB
+        peak = None if trainer.device.type == "cpu" else torch.cuda.max_memory_reserved(trainer.device) / GIB
         training = record.step, record.loss, record.grad_norm, lr, record.tokens, rate, record.wall_ms
         return dict(zip(HEADER.split(","), (*training, peak, host, held_out), strict=True))
 

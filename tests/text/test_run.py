@@ -6,7 +6,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -17,9 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from t1lib import signals
 from t1lib.__main__ import main
 from t1lib.files import locked, read_signed, write_signed
+from t1lib.text import corpus
 from t1lib.text.corpus import load_corpus
+from t1lib.text.run import TrainRun
 from t1lib.text.session import LanguageSession
-from t1lib.train import checkpoint
+from t1lib.train import OptimizerSpec, StepRecord, Trainer, checkpoint
 from t1lib.train.checkpoint import META
 
 TEXT = Path(argparse.__file__)  # 100 kB
@@ -84,6 +88,17 @@ def test_it_leaves_metrics_and_a_checkpoint(tmp_path, command):
     assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000012"]
     part = torch.load(tmp_path / "a" / "checkpoints" / "step-00000012" / "rest.pt", weights_only=True)
     assert all(own["master"].dtype == own["exp_avg"].dtype == torch.float32 for own in part["optimizer"].values())
+
+
+def test_a_step_before_an_evaluation_or_a_checkpoint_counts_its_update(tmp_path, monkeypatch):
+    """Which may be pending when the step returns. Memory is that of the device which trains."""
+    monkeypatch.setattr(Trainer, "drain", lambda _: time.sleep(0.1))
+    assert train(tmp_path / "a", "--steps", "4", "--eval-every", "3", "--checkpoint-every", "2") == 0
+    assert (metrics(tmp_path / "a")["wall_ms"][[2, 3, 4]] > 100).all()
+    trainer = SimpleNamespace(spec=OptimizerSpec("sgd"), schedule=float, device=torch.device("cuda:1"))
+    run = SimpleNamespace(session=SimpleNamespace(trainer=trainer))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", {torch.device("cuda:1"): 2**31}.get)
+    assert TrainRun._row(run, StepRecord(1, 1.0, 8, 1.0, {}), None)["device_gib"] == 2
 
 
 def test_a_run_that_goes_on_has_the_losses_of_an_unbroken_one(tmp_path, two_steps):
@@ -233,8 +248,8 @@ def test_a_model_or_settings_that_cannot_be_written_leave_what_was(a_run, refuse
         assert content(a_run) == before
 
 
-def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
-    """Its settings are spoilt, of another version, or gone, or its device is."""
+def test_a_run_that_cannot_go_on_is_one_error(a_run, monkeypatch, refused):
+    """Its settings are spoilt, of another version, or gone, or its device or its text's tokenizer is."""
     file = a_run / "run.json"
     whole = read_signed(file)
     file.write_text(file.read_text().replace('"lr": ', '"lr": 1'))
@@ -246,6 +261,10 @@ def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
         write_signed(file, {"t1lib": "0", "corpus": whole["corpus"], **options})
         refused(message, a_run, command=AGAIN)
     write_signed(file, whole)
+    plain = corpus.byte_pairs
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "byte_pairs", lambda texts, size: plain({"a": texts[TEXT.name][::-1]}, size))
+        refused("the tokenizer (another version's, maybe) is not the one", a_run, command=AGAIN)
     (a_run / "checkpoints" / META).unlink()
     before = content(a_run)
     refused("holds ['step-00000002'], but no checkpoint.json", a_run, command=AGAIN)
