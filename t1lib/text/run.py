@@ -4,7 +4,8 @@ import argparse
 import os
 import sys
 import time
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import psutil
 import torch
 
 from t1lib import __version__
-from t1lib.errors import T1Error, choose, is_whole, require, shown
+from t1lib.errors import T1Error, choose, is_whole, reason, require, shown
 from t1lib.files import held, read_signed, remove, whole, write_signed, writing
-from t1lib.memory import GIB
+from t1lib.memory import GIB, is_out_of_memory
 from t1lib.models import PRESETS
 from t1lib.signals import EXIT_INTERRUPTED, noted
 from t1lib.text.corpus import LIBRARY, sha256
@@ -40,7 +41,7 @@ def train_command(arguments: argparse.Namespace) -> int:
     folder = Path(asked["out"] or f"runs/{Path(asked['model']).name}-{asked['mode']}-{asked['head']}")
     _named("out", str(folder))
     taken = f"another process trains in {folder}; wait for it, or take another --out"
-    with held(folder, RUN, taken):
+    with _memory(), held(folder, RUN, taken):
         run = TrainRun(folder, given, arguments.defaults)
         with closing(run.session.trainer):
             print(run.about(), flush=True)
@@ -53,6 +54,18 @@ def train_command(arguments: argparse.Namespace) -> int:
             elif asked["export"]:
                 print(f"model {run.session.export(folder / 'model')}")
     return 0 if finished else EXIT_INTERRUPTED
+
+
+@contextmanager
+def _memory() -> Iterator[None]:
+    """Raise `T1Error` if memory is exhausted, which may have ended a step halfway: there is nothing to save."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        less = "allowed: a smaller model, less at a time (--micro-batch, --batch, --seq), or --mode slide"
+        raise T1Error(f"{reason(error)}\n{less}; --resume goes on from the last checkpoint, if any") from error
 
 
 def _check(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -188,6 +188,16 @@ def test_a_reader_of_its_lines_that_is_gone_costs_no_step(tmp_path, monkeypatch)
     assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000001"] and len(metrics(tmp_path / "a")) == 1
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("2 GiB"), RuntimeError("can't allocate memory")])
+def test_memory_that_runs_out_is_one_error(tmp_path, monkeypatch, refused, error):
+    def fails():
+        raise error
+
+    before_step(monkeypatch, 3, fails)
+    refused("--resume goes on from the last checkpoint", tmp_path / "a", "--steps", "4", "--checkpoint-every", "2")
+    assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000002"]
+
+
 @pytest.mark.parametrize("times, passed_on, code", [(1, 0.0, 0), (2, 0.0, 130), (2, 60.0, 0)])
 def test_interrupted_in_its_last_checkpoint_it_finishes_unless_twice(tmp_path, monkeypatch, times, passed_on, code):
     monkeypatch.setattr(signals, "PASSED_ON", passed_on)
@@ -287,6 +297,7 @@ def test_a_run_that_cannot_go_on_is_one_error(a_run, monkeypatch, refused):
         (["--gpu-memory", "1GiB"], "--gpu-memory is of mode slide, the mode is gpu"),
         (["--seed", "99999999999999"], "--seed 99999999999999; allowed: less than 2^32"),
         (["--seq", "4096"], "seq 4096; the model has 2048 positions"),
+        (["--change", "hidden_size", "32"], "--change hidden_size is given twice: 16, '32'"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
