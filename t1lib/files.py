@@ -32,17 +32,21 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def whole(path: Path, writers: str = "") -> Iterator[Path]:
-    """Yield a temporary path for a file or a folder, renamed to `path` once written: `path` is never incomplete.
-    `writers` distinguishes processes that may write it at the same time. Raises `T1Error` if it cannot be written."""
+    """Yield a temporary path for a file or a folder, renamed to `path` once written: `path` is never incomplete. A
+    process that is killed while it replaces a folder may leave the old one as `.NAME.old`. `writers` distinguishes
+    processes that may write it at the same time. Raises `T1Error` if it cannot be written."""
     partial_path = path.with_name(f".{path.stem}{writers}.partial{path.suffix}")
+    old = path.with_name(f".{path.name}.old")
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             remove(partial_path)
             yield partial_path
-            if path.is_dir():
-                remove(path)
+            if path.is_dir():  # a rename replaces only empty ones
+                remove(old)
+                os.replace(path, old)
             os.replace(partial_path, path)
+            remove(old)
     finally:
         remove(partial_path)
 

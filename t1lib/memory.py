@@ -1,4 +1,4 @@
-"""Sizes in words, pinned host memory, and how much of the host's memory is free."""
+"""Sizes in words, pinned host memory, how much of the host's memory is free, and whether an error means too little."""
 
 import ctypes
 import os
@@ -12,6 +12,8 @@ import torch
 
 GIB = 2**30
 SMALL = 2**20
+# In messages of the host's allocator, CUDA's runtime, Triton and cuBLAS: their errors have no type of their own.
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 _registered: dict[int, int] = {}
 
@@ -19,6 +21,12 @@ _registered: dict[int, int] = {}
 def in_words(nbytes: float) -> str:
     """A size as text, such as "1.5 GiB" or "64 MiB"."""
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.0f} MiB"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that device or host memory ran out."""
+    said = isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+    return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def grow_segments() -> None:

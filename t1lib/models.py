@@ -61,6 +61,7 @@ def parse_changes(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """Changes to a preset from (field, text): Python literals that JSON can hold (numbers, lists, …), else the text."""
     changes: dict[str, Any] = {}
     for field, text in pairs:
+        require(field not in changes, f"--change {field} is given twice: {shown(changes.get(field))}, {shown(text)}")
         try:
             changes[field] = json.loads(json.dumps(ast.literal_eval(text)))
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -154,6 +155,8 @@ def _check(fields: dict[str, Any]) -> None:
     """Raise `T1Error` for fields that transformers accepts in a configuration but cannot build a model from."""
     own = f"dtype={fields.get('dtype')!r} is no change of the shape; allowed: by its own option --dtype, argument dtype"
     require("dtype" not in fields, own)
+    calls = sorted(fields.keys() & {"output_attentions", "output_hidden_states", "return_dict"})
+    require(not calls, f"{', '.join(calls)} is of a model's calls, no change of the shape; allowed: leave it out")
     choose("model_type", fields["model_type"], CONFIG_MAPPING)
     for name, value in fields.items():
         most = MOST_LAYERS if name == "num_hidden_layers" else 2**31
@@ -161,6 +164,8 @@ def _check(fields: dict[str, Any]) -> None:
         require(fits, f"{name}={shown(value)}; allowed: 1 or more, at most {most}")
         share = not name.endswith(("dropout", "pdrop")) or (is_number(value) and 0 <= value <= 1)
         require(share, f"{name}={shown(value)}; allowed: 0 to 1")
+    width = fields["head_dim"]
+    require(width % 2 == 0, f"head_dim={width}; allowed: even numbers, as positions rotate pairs")
     heads, shared = fields["num_attention_heads"], fields["num_key_value_heads"]
     require(heads % shared == 0, f"num_key_value_heads={shared}; allowed: divisors of num_attention_heads={heads}")
 

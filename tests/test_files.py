@@ -1,5 +1,7 @@
 """Writing files and folders: afterwards they are complete or unchanged, and a failing disk gives a single error."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,30 @@ def test_a_file_or_folder_is_as_it_was_until_the_new_one_is_whole(tmp_path):
             partial.mkdir()
             (partial / content).touch()
         assert names(model) == [content] and names(tmp_path) == ["a.json", "model"]
+
+
+def test_a_folder_is_whole_if_the_process_is_killed_while_the_old_one_is_removed(tmp_path, monkeypatch):
+    model, unlink, calls = tmp_path / "model", os.unlink, []
+
+    def killed(*arguments, **options):
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        unlink(*arguments, **options)  # or raises: not all that is removed is there
+        calls.append(1)
+
+    def written():
+        with whole(model) as partial:
+            partial.mkdir()
+            for name in "ab":
+                (partial / name).touch()
+
+    written()
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(os, "unlink", killed)
+        written()
+    assert names(model) == ["a", "b"] and len(calls) == 1
+    written()
+    assert names(model) == ["a", "b"] and names(tmp_path) == ["model"]
 
 
 def test_a_file_with_its_checksum_is_as_it_was_written_or_refused(tmp_path):

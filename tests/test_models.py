@@ -72,6 +72,8 @@ def test_sizes_are_those_of_the_model_and_of_presets_the_published_ones():
     [
         ("tiny", {"num_key_value_heads": 3}, "num_key_value_heads=3; allowed: divisors of num_attention_heads=4"),
         ("tiny", {"hidden_size": -64}, "hidden_size=-64; allowed: 1 or more"),
+        ("tiny", {"head_dim": 3}, "head_dim=3; allowed: even numbers"),
+        ("tiny", {"output_hidden_states": "x"}, "output_hidden_states is of a model's calls, no change of the shape"),
         ("tiny", {"hidden_act": "foo"}, "tiny cannot be changed so: 'foo'"),
         ("tiny", {"model_type": "nope"}, "unknown model_type 'nope'; allowed: gpt.* more"),
         ("tiny", {"rope_parameters": 5}, "tiny cannot be changed so: TypeError: Field 'rope_parameters' with value 5"),

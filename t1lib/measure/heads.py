@@ -16,10 +16,10 @@ from torch import Tensor
 from t1lib.errors import UnavailableError, choose
 from t1lib.heads.fused import kernels_run
 from t1lib.heads.fused_plan import TILES, device_of, up
-from t1lib.measure.isolate import is_out_of_memory
 from t1lib.measure.peers import PEERS, loss_function
 from t1lib.measure.probes import AllocatorTimeline, lead_in, phases_ms, progress, rounds, storage_bytes
 from t1lib.measure.records import Records
+from t1lib.memory import is_out_of_memory
 
 IGNORED = -100
 CHUNK_BYTES = 2**30  # most bytes of logits in a chunk of the reference

@@ -13,14 +13,10 @@ from multiprocessing.connection import Connection
 from operator import methodcaller
 from typing import Any
 
-import torch
-
 from t1lib.errors import T1Error, UnavailableError, reason
 from t1lib.measure.probes import progress
 from t1lib.measure.records import Records
-
-# In messages of the host's allocator, CUDA's runtime, Triton and cuBLAS: their errors have no type of their own.
-OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+from t1lib.memory import is_out_of_memory
 
 
 class VariantOutOfMemory(MemoryError):
@@ -29,12 +25,6 @@ class VariantOutOfMemory(MemoryError):
 
 class VariantFailed(RuntimeError):
     """The variant's process failed in any other way; the message ends with the traceback, if there is one."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that device or host memory ran out."""
-    said = isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
-    return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def _outcome(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:

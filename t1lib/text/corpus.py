@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -24,6 +25,7 @@ LIBRARY = "stdlib"
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # Datasets and compressed files, which are refused: what lies beside them in a folder is hardly the text that is meant.
 _UNREAD = {".7z", ".arrow", ".bz2", ".gz", ".jsonl", ".parquet", ".tar", ".xz", ".zip", ".zst"}
+_BEGINNING = 2**16  # bytes
 END = "<|endoftext|>"  # after each text; id 0
 ENDS = (END, "<|im_end|>", "<|end_of_text|>", "</s>", "<eos>")  # end tokens of tokenizers trained elsewhere
 SMALLEST, LARGEST = 257, 2**20  # tokens: the 256 bytes and END; and what the trainer may reserve memory for
@@ -43,11 +45,12 @@ def corpus_hash(texts: dict[str, str]) -> str:
     return sha256(*(part for name in sorted(texts) for part in (name, texts[name])))
 
 
-def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> dict[str, str]:
+def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> tuple[dict[str, str], int]:
     """Name → text of `source`: "stdlib", a file of UTF-8 text, or a folder with everything below it, except for files
-    that are not text, and hidden ones. `limit` (bytes, or "2MB") keeps whole texts up to that size in all, in the order
-    of their names' hashes. Raises `T1Error` for a source that does not exist, a file that is not text, a dataset or a
-    compressed file (also within a folder), a link to a folder within a folder, and if nothing is left."""
+    that are not text, and hidden ones. Of equal texts (copies, links) one is taken; how many are left out is returned,
+    too. `limit` (bytes, or "2MB") keeps whole texts up to that size in all, in the order of their names' hashes. Raises
+    `T1Error` for a source that does not exist, a file that is not text, what cannot be read, a dataset or a compressed
+    file (also within a folder), a link to a folder within a folder, and if nothing is left."""
     library, path, what = source == LIBRARY, Path(source), f"text in {source}"
     if library:
         path, what = Path(sysconfig.get_paths()["stdlib"]), "the standard library's sources"
@@ -59,51 +62,66 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
         found = [(path.name, text)]
     else:
         found = _below(path, library)
-    left, kept, sizes = 2**62 if limit is None else parse_bytes(limit), {}, []
+    left, kept, sizes, copies = 2**62 if limit is None else parse_bytes(limit), {}, {}, 0
     for name, text in sorted(found, key=lambda entry: sha256(entry[0])):
-        if text.strip():
-            sizes.append(len(text.encode()))
-            if sizes[-1] <= left:
-                left -= sizes[-1]
+        if text in sizes:
+            copies += 1
+        elif text.strip():
+            sizes[text] = len(text.encode())
+            if sizes[text] <= left:
+                left -= sizes[text]
                 kept[name] = text
     require(bool(sizes), f"the corpus is empty: {what} holds no text")
-    require(bool(kept), f"{what} holds no text within limit {limit}; allowed: {min(sizes)}, its smallest text, or more")
-    return kept
+    smallest = min(sizes.values())
+    require(bool(kept), f"{what} holds no text within limit {limit}; allowed: {smallest}, its smallest text, or more")
+    return kept, copies
 
 
 def _below(root: Path, library: bool) -> Iterator[tuple[str, str]]:
     """(name, text) of each text below `root`, as `read_texts` says; of the library, only its sources."""
-    for place, folders, names in os.walk(root):
+    for place, folders, names in os.walk(root, onerror=_unreadable):
         folder = Path(place)
         folders[:] = sorted(n for n in folders if not n.startswith(".") and not (library and n in _SKIPPED))
         for link in (folder / name for name in folders if not library):
             require(not link.is_symlink(), f"{link} is a link to a folder; put the folder there, or give it alone")
         for path in (folder / name for name in names if not name.startswith(".")):
             source = path.suffix == ".py" and not path.match("_sysconfigdata*")  # it has the build machine's paths
-            text = _text(path) if path.is_file() and (source or not library) else None
+            usual = os.path.isfile(path) and (source or not library)  # a pipe, say, is not
+            lost = not library and not os.path.exists(path)  # a link to nothing
+            text = _text(path) if usual or lost else None
             if text is not None:
                 yield path.relative_to(root).as_posix(), text
 
 
 def _text(path: Path) -> str | None:
-    """The content of a file; None if it is not text."""
+    """The content of a file; None if it is not text, which its beginning may tell."""
     kind = path.suffix.lower()
     require(kind not in _UNREAD, f"{path}: {kind} is not read; allowed: UTF-8 text; unpack it or take it out")
-    with suppress(OSError, UnicodeDecodeError):
-        text = path.read_text(encoding="utf-8-sig")
-        return None if "\0" in text else text
-    return None
+    try:
+        with path.open("rb") as file:
+            text = "\0" if b"\0" in file.read(_BEGINNING) else path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        return None
+    except OSError as error:
+        _unreadable(error, path)
+    return None if "\0" in text else text
+
+
+def _unreadable(error: OSError, path: Path | None = None) -> NoReturn:
+    raise T1Error(f"cannot read {path or error.filename}: {error.strerror or error}") from None
 
 
 @dataclass(frozen=True)
 class Corpus:
     """Token ids, int64 (rows, seq): rows to train on, and held-out ones. These are the last rows, so that at most one
-    text has rows in both. `sha256` is that of the texts, `files` and `bytes` their number and size."""
+    text has rows in both. `sha256` is that of the texts, `files` and `bytes` their number and size; `copies` says how
+    many equal ones were left out."""
 
     train: Tensor
     held_out: Tensor
     sha256: str
     files: int
+    copies: int
     bytes: int
     tokenizer: Tokenizer
     vocabulary: int
@@ -159,7 +177,7 @@ def load_corpus(
     into rows of `seq` tokens. `tokenizer` is a tokenizer.json; without it, one of `vocabulary` tokens is trained on all
     texts. Raises `T1Error` for fewer than two rows, and for a vocabulary that the texts do not support."""
     require(seq >= 2, f"seq {seq}; allowed: 2 or more")
-    texts = read_texts(source, limit)
+    texts, copies = read_texts(source, limit)
     if tokenizer is None:
         trained = byte_pairs(texts, vocabulary)
     else:
@@ -167,6 +185,8 @@ def load_corpus(
             trained = Tokenizer.from_file(str(tokenizer))
         except Exception as error:  # the library raises a bare Exception
             raise T1Error(f"cannot read tokenizer {tokenizer}: {str(error)[:100]}") from None
+        trained.no_truncation()  # a file may have been saved with settings for a batch
+        trained.no_padding()
     order, end = sorted(texts, key=lambda name: sha256(str(seed), name)), [trained.token_to_id(_end_of(trained))]
     encoded = trained.encode_batch([texts[name] for name in order], add_special_tokens=False)
     ids = torch.cat([torch.tensor(text.ids + end) for text in encoded])
@@ -174,7 +194,8 @@ def load_corpus(
     rows = ids[: len(ids) // seq * seq].reshape(-1, seq)
     first = min(round((1 - HELD_OUT) * len(rows)), len(rows) - 1) or 1
     size = sum(len(text.encode()) for text in texts.values())
-    return Corpus(rows[:first], rows[first:], corpus_hash(texts), len(texts), size, trained, trained.get_vocab_size())
+    facts = corpus_hash(texts), len(texts), copies, size
+    return Corpus(rows[:first], rows[first:], *facts, trained, trained.get_vocab_size())
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

@@ -4,7 +4,9 @@ import argparse
 import os
 import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,16 @@ import psutil
 import torch
 
 from t1lib import __version__
-from t1lib.errors import T1Error, choose, is_whole, require, shown
-from t1lib.files import held, read_signed, whole, write_signed, writing
-from t1lib.memory import GIB
+from t1lib.errors import T1Error, choose, is_whole, reason, require, shown
+from t1lib.files import held, read_signed, remove, whole, write_signed, writing
+from t1lib.memory import GIB, is_out_of_memory
 from t1lib.models import PRESETS
 from t1lib.signals import EXIT_INTERRUPTED, noted
 from t1lib.text.corpus import LIBRARY, sha256
 from t1lib.text.session import LanguageSession, decided, session_of
 from t1lib.train import StepRecord
 from t1lib.train.batch import launched
-from t1lib.train.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
+from t1lib.train.checkpoint import META, has_checkpoint, load_checkpoint, save_checkpoint, step_folders
 
 RUN, METRICS = "run.json", "metrics.csv"  # in the folder of a run
 LEAST = dict.fromkeys(("steps", "batch", "seq", "micro_batch", "vocabulary", "eval_rows"), 1)
@@ -39,18 +41,31 @@ def train_command(arguments: argparse.Namespace) -> int:
     folder = Path(asked["out"] or f"runs/{Path(asked['model']).name}-{asked['mode']}-{asked['head']}")
     _named("out", str(folder))
     taken = f"another process trains in {folder}; wait for it, or take another --out"
-    with held(folder, RUN, taken):
+    with _memory(), held(folder, RUN, taken):
         run = TrainRun(folder, given, arguments.defaults)
         with closing(run.session.trainer):
             print(run.about(), flush=True)
             if run.steps >= run.options["steps"]:
                 print(f"{folder} is at step {run.steps} of {run.options['steps']}: nothing to train")
             finished = run.train()
-            if asked["export"]:
-                print(f"model {run.session.export(folder / 'model')}")
             if not finished:
-                print(f"interrupted after step {run.steps}; --resume goes on", file=sys.stderr)
+                also = "--resume --export goes on; no model was exported" if asked["export"] else "--resume goes on"
+                print(f"interrupted after step {run.steps}; {also}", file=sys.stderr)
+            elif asked["export"]:
+                print(f"model {run.session.export(folder / 'model')}")
     return 0 if finished else EXIT_INTERRUPTED
+
+
+@contextmanager
+def _memory() -> Iterator[None]:
+    """Raise `T1Error` if memory is exhausted, which may have ended a step halfway: there is nothing to save."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        less = "allowed: a smaller model, less at a time (--micro-batch, --batch, --seq), or --mode slide"
+        raise T1Error(f"{reason(error)}\n{less}; --resume goes on from the last checkpoint, if any") from error
 
 
 def _check(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -92,6 +107,7 @@ class TrainRun:
 
     def __init__(self, folder: Path, given: dict[str, Any], usual: dict[str, Any]) -> None:
         self.folder, self._checkpoints = folder, folder / "checkpoints"
+        self._beside = self._checkpoints / METRICS  # the row that metrics.csv did not take
         before = self._before(usual, "resume" in given)
         self.options = self._options(given, usual, before.get("options", {}))
         self.session = LanguageSession(**session_of(self.options))
@@ -106,6 +122,9 @@ class TrainRun:
         there = f"{folder / 'model'} is there already, which --export would replace; take another --out"
         require(resume or not (folder / "model").exists(), there)
         require(not resume or bool(before), f"{folder} holds no run to go on with: no {RUN}")
+        left = [path.name for path in step_folders(self._checkpoints) if not path.name.startswith(".")]
+        lost = f"{self._checkpoints} holds {left}, but no {META}; put that back, or remove them to begin again"
+        require(not resume or not left or has_checkpoint(self._checkpoints), lost)
         other = f"the run in {folder} was begun by another version of t1lib; finish it with that one"
         require(not resume or usual.keys() - SITTING == before.get("options", {}).keys(), other)
         return before if resume else {}
@@ -123,11 +142,15 @@ class TrainRun:
     def _begin(self, before: dict[str, Any]) -> None:
         """Go on from the last checkpoint, if there is one. before: content of run.json of the run that is resumed"""
         folder, text, model = self.folder, self.session.corpus.sha256, self.options["model"]
-        files = () if model in PRESETS else (Path(model, name) for name in ("config.json", "tokenizer.json"))
-        form = sha256(*(path.read_text(encoding="utf-8") for path in files))  # what the model is, but for its weights
+        if model in PRESETS:  # what the model is, but for its weights and what the options say
+            tokens, what = self.session.corpus.tokenizer.get_vocab(), "the tokenizer (another version's, maybe)"
+            form = sha256(*sorted(tokens, key=tokens.__getitem__))
+        else:
+            files, what = ("config.json", "tokenizer.json"), f"config.json or tokenizer.json in {model}"
+            form = sha256(*(Path(model, name).read_text(encoding="utf-8") for name in files))
         other = f"not the one that the run in {folder} was begun with"
         require(before.get("corpus", text) == text, f"the text is {other}")
-        require(before.get("form", form) == form, f"config.json or tokenizer.json in {model} is {other}")
+        require(before.get("form", form) == form, f"{what} is {other}")
         saved = has_checkpoint(self._checkpoints)  # not if the run is new, or ended before that
         self._saved = load_checkpoint(self.session.trainer, self._checkpoints) if saved else None  # its step
         most = f"the run in {folder} is at step {self.steps}; allowed: --steps {self.steps} or more, or none"
@@ -143,7 +166,8 @@ class TrainRun:
     def about(self) -> str:
         """What is trained, on what, and how it is kept, in two lines."""
         found, options, spec = self.session.about(), self.options, self.session.trainer.spec
-        texts = f"{found['train_tokens']:,} tokens of {found['files']} texts, {found['held_out_tokens']:,} held out"
+        texts = f"{found['files']} texts" + (f" ({found['copies']} copies left out)" if found["copies"] else "")
+        texts = f"{found['train_tokens']:,} tokens of {texts}, {found['held_out_tokens']:,} held out"
         masters = " with float32 masters" if spec.master_weights else ""
         moments = f", moments in {spec.moments}" if spec.name == "adamw" else ""
         trained = f"{options['model']}: {found['params']:,} parameters; {texts}, sha256 {found['sha256'][:12]}"
@@ -159,14 +183,16 @@ class TrainRun:
                 torch.manual_seed(self.options["seed"] * 1_000_003 + self.steps)  # dropout draws as if never resumed
                 record = self.session.step()
                 ends = record.step == last
-                row = self._row(record, self.session.evaluate(rows) if self._due("eval_every", ends) else None)
+                evaluated, saved = self._due("eval_every", ends), self._due("checkpoint_every", False)
+                record = self._settled(record) if evaluated or saved or ends else record
+                row = self._row(record, self.session.evaluate(rows) if evaluated else None)
                 told = self._due("report_every", ends or interrupted())
                 try:
                     self._add_metrics(row, told)
                 except T1Error:
                     self._save()
                     raise
-                if self._due("checkpoint_every", False):
+                if saved:
                     self._save()
             if self._saved != self.steps:
                 self._save()
@@ -182,31 +208,49 @@ class TrainRun:
         print(f"checkpoint {path} in {time.monotonic() - began:.1f} s", flush=True)
         self._saved = self.steps
 
+    def _settled(self, record: StepRecord) -> StepRecord:
+        """The record, with the time of updates that were still pending: what follows would take them off the clock."""
+        began = time.perf_counter()
+        self.session.trainer.drain()
+        return replace(record, wall_ms=record.wall_ms + (time.perf_counter() - began) * 1e3)
+
     def _row(self, record: StepRecord, held_out: float | None) -> dict[str, float | None]:
-        lr = self.session.trainer.spec.lr * self.session.trainer.schedule(record.step - 1)
+        trainer = self.session.trainer
+        lr = trainer.spec.lr * trainer.schedule(record.step - 1)
         rate, host = record.tokens / record.wall_ms * 1e3, psutil.Process().memory_info().rss / GIB
-        peak = None if self.options["device"] == "cpu" else torch.cuda.max_memory_reserved() / GIB
+        peak = None if trainer.device.type == "cpu" else torch.cuda.max_memory_reserved(trainer.device) / GIB
         training = record.step, record.loss, record.grad_norm, lr, record.tokens, rate, record.wall_ms
         return dict(zip(HEADER.split(","), (*training, peak, host, held_out), strict=True))
 
     def _begin_metrics(self) -> None:
-        """Drop the rows of steps that will be repeated, and one that a full disk or a power cut truncated."""
-        rows = [row for row in _read_metrics(self.folder / METRICS) if int(row.split(",")[0]) <= self.steps]
+        """Drop the rows of steps that will be repeated, and one that a full disk or a power cut truncated; take the row
+        beside the checkpoint."""
+        found = [row for path in (self.folder / METRICS, self._beside) for row in _read_metrics(path)]
+        rows = {step: row for row in found if (step := int(row.split(",")[0])) <= self.steps}
         with whole(self.folder / METRICS) as path:
-            path.write_text("".join([HEADER, "\n", *rows]), encoding="utf-8", newline="\n")
+            path.write_text("".join([HEADER, "\n", *rows.values()]), encoding="utf-8", newline="\n")
+        remove(self._beside)
 
     def _add_metrics(self, row: dict[str, float | None], told: bool) -> None:
         """Append a step's row, then print it if `told`. In this order: Ctrl-C may have ended a `tee` that reads it."""
-        with writing(self.folder / METRICS), (self.folder / METRICS).open("a", newline="\n") as file:
-            file.write(",".join("" if value is None else repr(value) for value in row.values()) + "\n")
+        line = ",".join("" if value is None else repr(value) for value in row.values()) + "\n"
+        try:
+            with writing(self.folder / METRICS), (self.folder / METRICS).open("a", newline="\n") as file:
+                file.write(line)
+        except T1Error:
+            with suppress(T1Error), whole(self._beside) as path:
+                path.write_text(f"{HEADER}\n{line}", encoding="utf-8", newline="\n")
+            raise
         with writing(Path("to the standard output")):
             if told:
                 print(_line(row, self.options["steps"]), flush=True)
 
 
 def _read_metrics(path: Path) -> list[str]:
-    """The whole rows of a metrics.csv, without its header."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
+    """The whole rows of a metrics.csv, without its header. Raises `T1Error` for a file with another one."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    require(text.startswith(HEADER) or not text, f"{path} is no file of this command's; take another --out")
+    lines = text.splitlines(keepends=True)
     return [line for line in lines if line.partition(",")[0].isdecimal() and line.endswith("\n")]
 
 

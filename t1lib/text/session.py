@@ -1,5 +1,6 @@
 """Training of a language model on real text, in any mode and with any head; from the options of the command `train`."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from t1lib.text.corpus import LIBRARY, load_corpus, save_tokenizer
 from t1lib.train import MODES, PRESETS, OptimizerSpec, Schedule, StepRecord, build_model, make_trainer
 
 STEPS = 1000
+TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "chat_template.*", "vocab.*", "merges.txt")  # of a checkpoint folder
 VOCABULARY = 16384  # most for a preset by default: what a few megabytes of text support
 
 
@@ -39,6 +41,7 @@ class LanguageSession:
         options |= {"optimizer": OptimizerSpec(**optimizer), "schedule": Schedule(**schedule or {}), "device": device}
         grow_segments()
         own, changes = None if model in PRESETS else Path(model) / "tokenizer.json", changes or {}
+        self._tokenizer_file = own
         require(own is None or own.is_file(), f"model {model!r} is neither a preset nor a folder with a tokenizer.json")
         shape = shape_only(model, **changes).config
         positions, vocabulary = shape.max_position_embeddings, vocabulary or min(VOCABULARY, shape.vocab_size)
@@ -85,20 +88,25 @@ class LanguageSession:
     def about(self) -> dict[str, int | str]:
         corpus, params = self.corpus, sum(p.numel() for p in self.trainer.model.parameters())
         return {
-            "sha256": corpus.sha256, "files": corpus.files, "bytes": corpus.bytes, "vocabulary": corpus.vocabulary,
-            "train_tokens": corpus.train.numel(), "held_out_tokens": corpus.held_out.numel(), "params": params,
-            "hidden": self.trainer.parts.head.weight.shape[1],
+            "sha256": corpus.sha256, "files": corpus.files, "copies": corpus.copies, "bytes": corpus.bytes,
+            "vocabulary": corpus.vocabulary, "train_tokens": corpus.train.numel(), "params": params,
+            "held_out_tokens": corpus.held_out.numel(), "hidden": self.trainer.parts.head.weight.shape[1],
         }  # fmt: skip
 
     def export(self, folder: Path) -> Path:
-        """Write weights, configuration and tokenizer as `from_pretrained` reads them. Raises `T1Error`, and leaves no
-        folder, if it cannot be written."""
+        """Write weights, configuration and tokenizer, a checkpoint folder's own files, as `from_pretrained` reads them.
+        Raises `T1Error`, and leaves no folder, if it cannot be written."""
         weights: dict[str, Tensor] = {}
         for names in self.trainer.state_parts().values():
             weights |= self.trainer.state_of(names)["model"]
         with whole(folder) as partial:
             self.trainer.model.save_pretrained(partial, state_dict=weights)
-            save_tokenizer(self.corpus.tokenizer, partial)
+            if self._tokenizer_file is None:
+                save_tokenizer(self.corpus.tokenizer, partial)
+            else:
+                for path in (p for name in TOKENIZER_FILES for p in self._tokenizer_file.parent.glob(name)):
+                    if path.is_file():
+                        shutil.copyfile(path, partial / path.name)
         return folder
 
 

@@ -8,6 +8,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,6 +24,7 @@ from t1lib.train.loop import Trainer
 
 META = "checkpoint.json"
 CONTENTS = ("model", "optimizer")  # of each file: weights and their optimizer state, by name
+_STEP = re.compile(r"step-\d{8,10}(-again)?|\.step-\d{8,10}(-again)?\.(partial|old)")
 READERS = 8  # threads that read files for their checksums
 
 
@@ -59,11 +61,15 @@ def save_checkpoint(trainer: Trainer, folder: str | Path) -> Path:
 
 
 def _sweep(folder: Path, used: str) -> None:
-    """Remove all step folders in `folder`, partial ones too, except `used`, which holds the checkpoint's files."""
-    digits = "[0-9]" * 8
-    for path in (*folder.glob(f"step-{digits}*"), *folder.glob(f".step-{digits}*.partial")):
+    """Remove all step folders in `folder`, except `used`, which holds the checkpoint's files."""
+    for path in step_folders(folder):
         if path.name != used:
             remove(path)
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """The folders in `folder` with names that `save_checkpoint` gives; those of partial ones begin with a dot."""
+    return [path for path in folder.glob("*step-*") if _STEP.fullmatch(path.name)]
 
 
 def has_checkpoint(folder: Path) -> bool:

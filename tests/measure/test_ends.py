@@ -15,9 +15,10 @@ import torch.distributed as dist
 from copies import wait_for
 
 from t1lib.errors import T1Error, UnavailableError
-from t1lib.measure.isolate import VariantFailed, is_out_of_memory, measure_variants
+from t1lib.measure.isolate import VariantFailed, measure_variants
 from t1lib.measure.parallel import measure_ranks
 from t1lib.measure.records import Records, statuses
+from t1lib.memory import is_out_of_memory
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 KILLED = pytest.param("killed", "the process was killed: host memory", marks=posix)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,10 @@ SETTINGS = dict(
 load = partial(corpus.load_corpus, 600, 32, source=SOURCE)
 
 
+def texts_of(source=LIBRARY, limit=None):
+    return read_texts(source, limit)[0]
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("T1_CACHE", str(tmp_path / "cache"))
@@ -33,18 +38,18 @@ def cache(tmp_path, monkeypatch):
 
 def test_of_the_library_tests_and_generated_files_are_left_out(tmp_path, monkeypatch):
     """What is left is within the limit, and the same every time."""
-    found = read_texts(LIBRARY, "400KB")
+    found = texts_of(LIBRARY, "400KB")
     assert 0 < sum(len(text.encode()) for text in found.values()) <= 400_000
     folders = {part for name in found for part in name.split("/")[:-1]}
     assert folders.isdisjoint({"test", "tests", "site-packages"})
-    assert list(found) == list(read_texts(LIBRARY, "400KB"))
+    assert list(found) == list(texts_of(LIBRARY, "400KB"))
     (tmp_path / "test").mkdir()
     for name, content in {"a": b"a = 1\n", "b": b"# \xff\xfe\n", "_sysconfigdata__x": b"x", "test/c": b"c"}.items():
         (tmp_path / f"{name}.py").write_bytes(content)
     monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert read_texts() == {"a.py": "a = 1\n"}
+    assert texts_of() == {"a.py": "a = 1\n"}
     (tmp_path / "a.py").unlink()
-    refused(read_texts, "corpus is empty: the standard library")
+    refused(texts_of, "corpus is empty: the standard library")
 
 
 def test_a_folder_gives_all_text_below_it(tmp_path):
@@ -54,12 +59,48 @@ def test_a_folder_gives_all_text_below_it(tmp_path):
     }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    assert read_texts(tmp_path) == {"deep/a.md": "some text", "mark.TXT": "third"}
-    assert read_texts(tmp_path / "deep" / "a.md") == {"a.md": "some text"}
+    assert texts_of(tmp_path) == {"deep/a.md": "some text", "mark.TXT": "third"}
+    assert texts_of(tmp_path / "deep" / "a.md") == {"a.md": "some text"}
     (tmp_path / "deep" / "loop").symlink_to(tmp_path)
-    refused(lambda: read_texts(tmp_path), "deep/loop is a link to a folder; put the folder there")
+    refused(lambda: texts_of(tmp_path), "deep/loop is a link to a folder; put the folder there")
     (tmp_path / "deep" / "loop").unlink()
-    assert sum(map(len, read_texts(tmp_path, 10).values())) <= 10
+    assert sum(map(len, texts_of(tmp_path, 10).values())) <= 10
+
+
+def test_of_equal_texts_one_is_taken(tmp_path):
+    """What is held out of one would be trained on in another."""
+    (tmp_path / "a.txt").write_text("one text")
+    (tmp_path / "copy.md").write_text("one text")
+    (tmp_path / "link").symlink_to("a.txt")
+    (tmp_path / "other.txt").write_text("another")
+    texts, copies = read_texts(tmp_path)
+    assert sorted(texts.values()) == ["another", "one text"] and copies == 2
+
+
+def test_what_cannot_be_read_is_named_with_the_reason(tmp_path, monkeypatch):
+    """Of a file whose beginning is not text no more is read."""
+    (tmp_path / "deep").mkdir()
+    for name in ("a.txt", "deep/b.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "model.safetensors").write_bytes(b"a\0" + b"b" * 99)
+
+    def denied(call):
+        def checked(path, **options):
+            if Path(path).name == closed:
+                raise PermissionError(13, "Permission denied", str(path))
+            return call(path, **options)
+
+        return checked
+
+    monkeypatch.setattr(os, "scandir", denied(os.scandir))
+    monkeypatch.setattr(Path, "read_text", denied(Path.read_text))
+    closed = "model.safetensors"
+    assert len(texts_of(tmp_path)) == 2
+    for closed, source in (("deep", tmp_path), ("a.txt", tmp_path), ("a.txt", tmp_path / "a.txt")):
+        refused(lambda source=source: texts_of(source), f"cannot read {tmp_path / closed}: Permission denied")
+    (tmp_path / "a.txt").unlink()
+    (tmp_path / "a.txt").symlink_to("nowhere")
+    refused(lambda: texts_of(tmp_path), f"cannot read {tmp_path / 'a.txt'}: No such file")
 
 
 def test_the_hash_is_of_names_and_texts_in_any_order():
@@ -82,19 +123,19 @@ def test_what_is_no_text_is_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     sources = [tmp_path / name] + [tmp_path] * (name != "a.bin")
     for source in sources:
-        refused(lambda source=source: read_texts(source), message)
+        refused(lambda source=source: texts_of(source), message)
 
 
 def test_a_source_or_a_limit_that_leaves_nothing_is_refused(tmp_path):
     for source in (tmp_path / "nowhere", "", "x" * 300, "a\0b"):
-        refused(lambda source=source: read_texts(source), "no corpus at '", "allowed: a file, a folder, or 'stdlib'")
-    refused(lambda: read_texts(tmp_path), "corpus is empty")
+        refused(lambda source=source: texts_of(source), "no corpus at '", "allowed: a file, a folder, or 'stdlib'")
+    refused(lambda: texts_of(tmp_path), "corpus is empty")
     (tmp_path / "a.txt").write_text("ä" * 50)
     (tmp_path / "b.txt").write_text("b" * 200)
     message = "a.txt holds no text within limit 99B; allowed: 100, its smallest text, or more"
-    refused(lambda: read_texts(tmp_path / "a.txt", "99B"), message)
-    assert read_texts(tmp_path, 100) == {"a.txt": "ä" * 50}
-    refused(lambda: read_texts(LIBRARY, 1), "the standard library's sources holds no text within limit 1; allowed: ")
+    refused(lambda: texts_of(tmp_path / "a.txt", "99B"), message)
+    assert texts_of(tmp_path, 100) == {"a.txt": "ä" * 50}
+    refused(lambda: texts_of(LIBRARY, 1), "the standard library's sources holds no text within limit 1; allowed: ")
 
 
 def test_a_vocabulary_beyond_the_corpus_says_what_it_reaches():
@@ -110,7 +151,7 @@ def test_text_comes_back_from_its_tokens():
     """Long runs of one kind, too, of which no word is longer than 513 characters."""
     runs = [kind * 700 for kind in ("x", "7", " ", "=", "\n", "\r\n", "ä", " \n", "\u3000")]
     long, short = "a".join(runs) + "".join(runs), "def f(self, x_1):\n\treturn 'ä€😀'  # 12\r\n"
-    for given, sample in ((read_texts(SOURCE), short), ({"a": long}, long)):
+    for given, sample in ((texts_of(SOURCE), short), ({"a": long}, long)):
         tokenizer = corpus.byte_pairs(given, 512 if sample == short else 300)
         ids = tokenizer.encode(sample).ids
         assert len(ids) < len(sample.encode())
@@ -125,7 +166,7 @@ def test_rows_are_the_texts_in_order_and_the_last_are_held_out(share, monkeypatc
     found = load()
     ids = torch.cat([found.train, found.held_out])
     assert ids.dtype == torch.int64 and ids.shape[1] == 32 and int(ids.min()) >= 0 and int(ids.max()) < 600
-    texts = read_texts(SOURCE)
+    texts = texts_of(SOURCE)
     decoded = found.tokenizer.decode(ids.flatten().tolist(), skip_special_tokens=False).split(corpus.END)
     assert all(text in texts.values() for text in decoded[:-1]) and len(decoded) == len(texts)
     assert len(found.held_out) == min(max(round(share * len(ids)), 1), len(ids) - 1)
@@ -154,6 +195,16 @@ def test_bad_arguments_are_named_and_a_cache_that_cannot_be_written_is_done_with
     refused(lambda: corpus.load_corpus(None, 32, source=SOURCE, tokenizer=tmp_path / "file"), "cannot read tokenizer")
     monkeypatch.setenv("T1_CACHE", str(tmp_path / "file" / "cache"))
     assert len(load().train)
+
+
+def test_a_tokenizer_saved_with_settings_for_a_batch_tokenizes_whole_texts(tmp_path):
+    tokenizer, path = corpus.byte_pairs(texts_of(SOURCE), 300), tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    plain = corpus.load_corpus(None, 32, source=SOURCE, tokenizer=path)
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(pad_id=0, pad_token=corpus.END)
+    tokenizer.save(str(path))
+    assert torch.equal(corpus.load_corpus(None, 32, source=SOURCE, tokenizer=path).train, plain.train)
 
 
 def test_rows_and_batches_depend_on_step_and_seed_alone_and_an_epoch_takes_each_row_once():
@@ -202,11 +253,11 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path, session):
     refused(asked, "neither a preset nor a folder with a tokenizer.json")
     session.trainer.model.config.save_pretrained(tmp_path)
     session.trainer.model.save_pretrained(tmp_path)
-    corpus.byte_pairs(read_texts(TEXT), 290).save(str(tmp_path / "tokenizer.json"))
+    corpus.byte_pairs(texts_of(TEXT), 290).save(str(tmp_path / "tokenizer.json"))
     settings = {k: v for k, v in SETTINGS.items() if k not in ("changes", "vocabulary")}
     own = LanguageSession(**settings | {"model": str(tmp_path)})
     about = own.about()
     assert (about["vocabulary"], about["files"], len(about["sha256"])) == (290, 1, 64) and own.step().loss > 0
-    corpus.byte_pairs(read_texts(TEXT), 310).save(str(tmp_path / "tokenizer.json"))
+    corpus.byte_pairs(texts_of(TEXT), 310).save(str(tmp_path / "tokenizer.json"))
     asked = partial(LanguageSession, **settings | {"model": str(tmp_path)})
     refused(asked, "the tokenizer has 310 tokens, the model's vocabulary 300")

@@ -6,7 +6,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -17,9 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from t1lib import signals
 from t1lib.__main__ import main
 from t1lib.files import locked, read_signed, write_signed
+from t1lib.text import corpus
 from t1lib.text.corpus import load_corpus
+from t1lib.text.run import TrainRun
 from t1lib.text.session import LanguageSession
-from t1lib.train import checkpoint
+from t1lib.train import OptimizerSpec, StepRecord, Trainer, checkpoint
 from t1lib.train.checkpoint import META
 
 TEXT = Path(argparse.__file__)  # 100 kB
@@ -86,6 +90,17 @@ def test_it_leaves_metrics_and_a_checkpoint(tmp_path, command):
     assert all(own["master"].dtype == own["exp_avg"].dtype == torch.float32 for own in part["optimizer"].values())
 
 
+def test_a_step_before_an_evaluation_or_a_checkpoint_counts_its_update(tmp_path, monkeypatch):
+    """Which may be pending when the step returns. Memory is that of the device which trains."""
+    monkeypatch.setattr(Trainer, "drain", lambda _: time.sleep(0.1))
+    assert train(tmp_path / "a", "--steps", "4", "--eval-every", "3", "--checkpoint-every", "2") == 0
+    assert (metrics(tmp_path / "a")["wall_ms"][[2, 3, 4]] > 100).all()
+    trainer = SimpleNamespace(spec=OptimizerSpec("sgd"), schedule=float, device=torch.device("cuda:1"))
+    run = SimpleNamespace(session=SimpleNamespace(trainer=trainer))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", {torch.device("cuda:1"): 2**31}.get)
+    assert TrainRun._row(run, StepRecord(1, 1.0, 8, 1.0, {}), None)["device_gib"] == 2
+
+
 def test_a_run_that_goes_on_has_the_losses_of_an_unbroken_one(tmp_path, two_steps):
     """As it was begun, or told its folder alone."""
     often = ["--schedule", "constant", "--steps", "5"]
@@ -141,8 +156,14 @@ def test_interrupted_while_starting_it_ends_with_one_line(tmp_path):
     assert (process.returncode, err) == (130, "interrupted while starting; nothing was trained\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_it_trains_is_noted_whatever_the_step_does(tmp_path, monkeypatch, capsys, number):
+@pytest.mark.parametrize(
+    ("number", "more", "said"),
+    [
+        (signal.SIGINT, [], "--resume goes on"),
+        (signal.SIGTERM, ["--export"], "--resume --export goes on; no model was exported"),
+    ],
+)
+def test_a_signal_while_it_trains_is_noted_whatever_the_step_does(tmp_path, monkeypatch, capsys, number, more, said):
     """In the middle: a checkpoint of the last step, all metrics, one line, exit code 130."""
 
     def swallows():
@@ -152,8 +173,8 @@ def test_a_signal_while_it_trains_is_noted_whatever_the_step_does(tmp_path, monk
             pytest.fail("a step was interrupted")
 
     before_step(monkeypatch, 1, swallows)
-    assert train(tmp_path / "a", "--steps", "5") == 130
-    assert capsys.readouterr().err == "interrupted after step 1; --resume goes on\n"
+    assert train(tmp_path / "a", "--steps", "5", *more) == 130
+    assert capsys.readouterr().err == f"interrupted after step 1; {said}\n" and not (tmp_path / "a" / "model").exists()
     assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000001"] and len(metrics(tmp_path / "a")) == 1
 
 
@@ -165,6 +186,16 @@ def test_a_reader_of_its_lines_that_is_gone_costs_no_step(tmp_path, monkeypatch)
         before_step(monkeypatch, 1, lambda: monkeypatch.setattr(sys, "stdout", lines))
         assert train(tmp_path / "a", "--steps", "5", "--report-every", "1") == 1
     assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000001"] and len(metrics(tmp_path / "a")) == 1
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("2 GiB"), RuntimeError("can't allocate memory")])
+def test_memory_that_runs_out_is_one_error(tmp_path, monkeypatch, refused, error):
+    def fails():
+        raise error
+
+    before_step(monkeypatch, 3, fails)
+    refused("--resume goes on from the last checkpoint", tmp_path / "a", "--steps", "4", "--checkpoint-every", "2")
+    assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000002"]
 
 
 @pytest.mark.parametrize("times, passed_on, code", [(1, 0.0, 0), (2, 0.0, 130), (2, 60.0, 0)])
@@ -185,7 +216,7 @@ def test_interrupted_in_its_last_checkpoint_it_finishes_unless_twice(tmp_path, m
 
 
 def test_a_checkpoint_or_metrics_that_cannot_be_written_are_no_dead_end(tmp_path, monkeypatch, refused):
-    """Metrics cost no step: its checkpoint is written, and the run goes on from it."""
+    """Metrics cost no step, nor its row: its checkpoint is written, and the run goes on from it."""
     file, often = tmp_path / "a" / "metrics.csv", ["--steps", "6", "--checkpoint-every", "2"]
     with largest_file(4000):
         refused("step-00000002: File too large", tmp_path / "a", *often)
@@ -201,10 +232,11 @@ def test_a_checkpoint_or_metrics_that_cannot_be_written_are_no_dead_end(tmp_path
     with monkeypatch.context() as patch:
         before_step(patch, 3, blocks)
         refused(f"error: cannot write {file}: Is a directory\n", tmp_path / "a", *often, "--resume")
-    assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000003"]
+    assert names(tmp_path / "a" / "checkpoints") == [META, "metrics.csv", "step-00000003"]
     file.rmdir()
     assert train(tmp_path / "a", *often, "--resume") == 0
-    assert list(metrics(tmp_path / "a").index) == [4, 5, 6]
+    assert list(metrics(tmp_path / "a").index) == [3, 4, 5, 6]
+    assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000006"]
     file.unlink()
     (tmp_path / "a" / "checkpoints" / META).unlink()  # as if it was killed in its first checkpoint, before any row
     assert train(tmp_path / "a", "--steps", "1") == 0
@@ -226,8 +258,8 @@ def test_a_model_or_settings_that_cannot_be_written_leave_what_was(a_run, refuse
         assert content(a_run) == before
 
 
-def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
-    """Its settings are spoilt, of another version, or gone, or its device is."""
+def test_a_run_that_cannot_go_on_is_one_error(a_run, monkeypatch, refused):
+    """Its settings are spoilt, of another version, or gone, or its device or its text's tokenizer is."""
     file = a_run / "run.json"
     whole = read_signed(file)
     file.write_text(file.read_text().replace('"lr": ', '"lr": 1'))
@@ -238,6 +270,15 @@ def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
         options = {"options": whole["options"] | more} if more else {}
         write_signed(file, {"t1lib": "0", "corpus": whole["corpus"], **options})
         refused(message, a_run, command=AGAIN)
+    write_signed(file, whole)
+    plain = corpus.byte_pairs
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "byte_pairs", lambda texts, size: plain({"a": texts[TEXT.name][::-1]}, size))
+        refused("the tokenizer (another version's, maybe) is not the one", a_run, command=AGAIN)
+    (a_run / "checkpoints" / META).unlink()
+    before = content(a_run)
+    refused("holds ['step-00000002'], but no checkpoint.json", a_run, command=AGAIN)
+    assert content(a_run) == before
     file.unlink()
     refused("holds no run to go on with", a_run, command=AGAIN)
     assert train(a_run, "--steps", "2") == 2
@@ -256,6 +297,7 @@ def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
         (["--gpu-memory", "1GiB"], "--gpu-memory is of mode slide, the mode is gpu"),
         (["--seed", "99999999999999"], "--seed 99999999999999; allowed: less than 2^32"),
         (["--seq", "4096"], "seq 4096; the model has 2048 positions"),
+        (["--change", "hidden_size", "32"], "--change hidden_size is given twice: 16, '32'"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -291,6 +333,11 @@ def test_folders_for_a_run(tmp_path, refused):
     (tmp_path / "own" / "model").mkdir(parents=True)
     refused("own/model is there already", tmp_path / "own", "--steps", "1")
     shutil.rmtree(tmp_path / "own")
+    (tmp_path / "own").mkdir()
+    shutil.copy(TEXT, tmp_path / "own" / "metrics.csv")
+    data = ["--data", str(tmp_path / "own" / "metrics.csv")]
+    refused("own/metrics.csv is no file of this command's", tmp_path / "own", "--steps", "1", *data)
+    shutil.rmtree(tmp_path / "own")
     for command in (SMALL, [*SMALL, "--resume"], AGAIN):
         refused(str(tmp_path / "file"), tmp_path / "file", command=command)
     assert names(tmp_path) == ["a.txt", "file"]
@@ -318,7 +365,11 @@ def test_what_it_exports_is_the_model_that_was_trained_and_can_be_trained_on(tmp
     loss = model(input_ids=rows, labels=rows).loss.item()
     assert loss == pytest.approx(metrics(tmp_path / "a")["held_out_loss"].iloc[-1], rel=1e-5)
     small = ["--seq", "16", "--batch", "4", "--device", "cpu", "--head", "chunked", "--out", "b", "--steps", "1"]
-    assert main(["train", "--model", "a/model", "--data", "own", *small]) == 0
+    tokenizer.chat_template, tokenizer.pad_token, tokenizer.model_max_length = "{{ messages }}", "!", 99
+    tokenizer.save_pretrained("a/model")
+    assert main(["train", "--model", "a/model", "--data", "own", *small, "--export"]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert Path("b/model", name).read_bytes() == Path("a/model", name).read_bytes()
     monkeypatch.chdir(tmp_path / "own")
     assert main([*AGAIN, "--out", "../b", "--steps", "2"]) == 0
     for name in ("config.json", "tokenizer.json"):
