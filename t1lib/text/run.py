@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from t1lib import __version__
 from t1lib.errors import T1Error, choose, is_whole, reason, require, shown
-from t1lib.files import held, read_signed, remove, whole, write_signed, writing
+from t1lib.files import held, read_signed, whole, write_signed, writing
 from t1lib.memory import GIB, is_out_of_memory
 from t1lib.models import PRESETS
 from t1lib.signals import EXIT_INTERRUPTED, noted
@@ -107,7 +107,6 @@ class TrainRun:
 
     def __init__(self, folder: Path, given: dict[str, Any], usual: dict[str, Any]) -> None:
         self.folder, self._checkpoints = folder, folder / "checkpoints"
-        self._beside = self._checkpoints / METRICS  # the row that metrics.csv did not take
         before = self._before(usual, "resume" in given)
         self.options = self._options(given, usual, before.get("options", {}))
         self.session = LanguageSession(**session_of(self.options))
@@ -223,24 +222,15 @@ class TrainRun:
         return dict(zip(HEADER.split(","), (*training, peak, host, held_out), strict=True))
 
     def _begin_metrics(self) -> None:
-        """Drop the rows of steps that will be repeated, and one that a full disk or a power cut truncated; take the row
-        beside the checkpoint."""
-        found = [row for path in (self.folder / METRICS, self._beside) for row in _read_metrics(path)]
-        rows = {step: row for row in found if (step := int(row.split(",")[0])) <= self.steps}
+        """Drop the rows of steps that will be repeated, and one that a full disk or a power cut truncated."""
+        rows = [row for row in _read_metrics(self.folder / METRICS) if int(row.split(",")[0]) <= self.steps]
         with whole(self.folder / METRICS) as path:
-            path.write_text("".join([HEADER, "\n", *rows.values()]), encoding="utf-8", newline="\n")
-        remove(self._beside)
+            path.write_text("".join([HEADER, "\n", *rows]), encoding="utf-8", newline="\n")
 
     def _add_metrics(self, row: dict[str, float | None], told: bool) -> None:
         """Append a step's row, then print it if `told`. In this order: Ctrl-C may have ended a `tee` that reads it."""
-        line = ",".join("" if value is None else repr(value) for value in row.values()) + "\n"
-        try:
-            with writing(self.folder / METRICS), (self.folder / METRICS).open("a", newline="\n") as file:
-                file.write(line)
-        except T1Error:
-            with suppress(T1Error), whole(self._beside) as path:
-                path.write_text(f"{HEADER}\n{line}", encoding="utf-8", newline="\n")
-            raise
+        with writing(self.folder / METRICS), (self.folder / METRICS).open("a", newline="\n") as file:
+            file.write(",".join("" if value is None else repr(value) for value in row.values()) + "\n")
         with writing(Path("to the standard output")):
             if told:
                 print(_line(row, self.options["steps"]), flush=True)
