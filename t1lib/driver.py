@@ -164,6 +164,7 @@ def _state(experiment: str, profile: str) -> str:
         return "no parameters"
     folder = paths.outputs(profile, experiment)
     content, why = manifest.read(folder), manifest.difference(folder, experiment, params.resolve(experiment, profile))
+    why = why or manifest.undrawn(folder)
     if content is None:
         return "missing" if why == "missing" else f"stale    {why}"
     return f"stale    {why}; {_measured(content)}" if why else f"done     {_measured(content)}"

@@ -110,7 +110,7 @@ def test_a_run_that_is_not_what_it_says_fails(kit, command):
         numbers[KEY]["value"] *= factor
         (folder / "numbers.json").write_text(json.dumps(numbers), encoding="utf-8")
         edited = shutil.copytree(folder, kit / f"edited-{factor}")
-        manifest.replace_drawn(edited, folder)  # the manifest agrees with them
+        manifest.replace_drawn(edited, folder, manifest.read(folder)["made_of"])  # the manifest agrees with them
     assert fails(f"{KEY} does not follow from samples.csv")
 
     whole = manifest.read(folder)

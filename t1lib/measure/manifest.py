@@ -129,7 +129,7 @@ def write(folder: Path, *, parameters: Mapping[str, Any], seconds: float, **abou
     `made_of`, and `git_state()` from when the run began"""
     content = {**about, "parameters": _lasting(parameters), "environment": environment()}
     started = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds")
-    content |= {"started": started, "seconds": round(seconds, 1)}
+    content |= {"started": started, "seconds": round(seconds, 1), "drawn": fingerprint.drawing(about["made_of"])}
     write_signed(folder / NAME, content | {"files": files(folder)})
 
 
@@ -168,6 +168,14 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> 
     return f"{', '.join(changed)} changed" if changed else damage(folder, report=False)
 
 
+def undrawn(folder: Path) -> str | None:
+    """Why a finished run that has no `difference` has to be drawn again; None if it has not. A run of which no drawing
+    is noted was drawn by the code that measured it."""
+    content = read(folder) or {}
+    now = fingerprint.drawing(content["made_of"])
+    return "drawn by other code, or of another docs/differences.md" if content.get("drawn", now) != now else None
+
+
 def damage(folder: Path, report: bool = True) -> str | None:
     """The first file found that has changed since the run, in words; "missing" without a run, None if all are intact.
     report: check the PDF built from the run, too, which can be built again without measuring"""
@@ -193,9 +201,10 @@ def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, A
     return content
 
 
-def replace_drawn(fresh: Path, folder: Path) -> list[str]:
+def replace_drawn(fresh: Path, folder: Path, made_of: Mapping[str, Any]) -> list[str]:
     """Replace a run's figures, tables and numbers by those in `fresh`, in its manifest too; returns their names. Other
-    files keep their recorded hashes, so manual edits are still noticed. A PDF built before is no longer the run's."""
+    files keep their recorded hashes, so manual edits are still noticed. A PDF built before is no longer the run's.
+    made_of: the code that drew them, with any modules"""
     content = read(folder) or {}
     for part in ("figures", "tables"):
         shutil.rmtree(folder / part, ignore_errors=True)
@@ -205,6 +214,8 @@ def replace_drawn(fresh: Path, folder: Path) -> list[str]:
         shutil.copyfile(fresh / name, folder / name)
     kept = {name: made for name, made in content["files"].items() if not name.startswith(DRAWN)}
     content.pop("report", None)
+    modules = {name: made_of["modules"].get(name) for name in content["made_of"].get("modules", ())}
+    content["drawn"] = fingerprint.drawing({**made_of, "modules": modules})
     write_signed(folder / NAME, content | {"files": dict(sorted((kept | written).items()))})
     return list(written)
 
