@@ -100,7 +100,7 @@ def _attempt(experiment: str, profile: str, parameters: params.Values) -> bool:
     print(f"{label}: started", file=sys.stderr, flush=True)
     outcome, clock = "interrupted", time.perf_counter()
     try:
-        with locked(staging.with_suffix(".lock"), f"{label} is being run by another process; wait for it"):
+        with locked(staging.with_suffix(".lock"), "is being run by another process; wait for it"):
             with writing(staging):
                 remove(staging)  # left by a run that failed or was killed
                 staging.mkdir(parents=True)
