@@ -171,12 +171,13 @@ def _state(experiment: str, profile: str) -> str:
 
 
 def list_command(_: argparse.Namespace) -> int:
-    """Print experiments and the state of their outputs; returns 0."""
+    """Print experiments and the state of their outputs, and of PDFs that have to be built again; returns 0."""
     print(f"profiles: {', '.join(params.profiles())} (auto here: {manifest.default_profile()})")
     for experiment in params.experiments():
         print(f"\n{experiment}  {params.title(experiment)}".rstrip())
         for profile in params.profiles():
-            print(f"  {profile:<8} {_state(experiment, profile)}")
+            pdf = manifest.other_pdf(paths.outputs(profile, experiment))
+            print(f"  {profile:<8} {_state(experiment, profile)}{f'; {pdf}' if pdf else ''}")
     return 0
 
 

@@ -134,7 +134,8 @@ def write(folder: Path, *, parameters: Mapping[str, Any], seconds: float, **abou
 
 
 def change(folder: Path, **fields: Any) -> None:
-    """Change fields of a manifest: `files`, or `report`, the PDF that was built from the run."""
+    """Change fields of a manifest: `files`, or `report`, the PDF that was built from the run, and `report_of`, the
+    files that it was built from."""
     write_signed(folder / NAME, (read(folder) or {}) | fields)
 
 
@@ -187,6 +188,17 @@ def damage(folder: Path, report: bool = True) -> str | None:
     return next((f"{name} is not as the run left it" for name in changed), None)
 
 
+def other_pdf(folder: Path) -> str | None:
+    """Why the PDF beside a run is not what would be built now, in words; None if it is, or if there is none."""
+    content, pdf = read(folder) or {}, folder.with_name(f"{folder.name}.pdf")
+    if not pdf.is_file():
+        return None
+    if entry(pdf) != content.get("report"):
+        return f"{pdf.name} was not built from this run"
+    changed = (name for name, had in content.get("report_of", {}).items() if entry(paths.root() / name) != had)
+    return next((f"{pdf.name} was built from another {name}" for name in changed), None)
+
+
 def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest of a finished run that had these parameters, with its samples as they were. Raises `T1Error` if
     `folder` holds none."""
@@ -213,7 +225,8 @@ def replace_drawn(fresh: Path, folder: Path, made_of: Mapping[str, Any]) -> list
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(fresh / name, folder / name)
     kept = {name: made for name, made in content["files"].items() if not name.startswith(DRAWN)}
-    content.pop("report", None)
+    for name in ("report", "report_of"):
+        content.pop(name, None)
     modules = {name: made_of["modules"].get(name) for name in content["made_of"].get("modules", ())}
     content["drawn"] = fingerprint.drawing({**made_of, "modules": modules})
     write_signed(folder / NAME, content | {"files": dict(sorted((kept | written).items()))})
