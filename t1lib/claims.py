@@ -23,7 +23,7 @@ from t1lib.measure import manifest
 PROFILE = "h200"  # that the claims are about
 FILE, PAGE = "claims.yaml", "docs/results.md"
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
-NUMBERS = "numbers.json"
+NUMBERS, TEX = "numbers.json", "numbers.tex"
 HEAD = "| claim | published | ours | within | key |\n| --- | --- | --- | --- | --- |\n"
 FORM = "claim, published, ours (1.78 ×), within (15 %, ≤ 0.02 or exact), key (t1m3.…)"
 _TABLE = re.compile(r"(<!-- claims of (\w+) -->\n).*?(<!-- end of claims -->)", re.DOTALL)
@@ -38,7 +38,8 @@ def _first_number(text: str) -> float:
 @dataclass(frozen=True, config={"extra": "forbid"})
 class Claim:
     """A claim about one number: `ours` is the measured value with its unit; `within` says which values another run may
-    have: at most a percentage away from ours (`15 %`), up to a limit (`≤ 0.02`), or ours alone (`exact`)."""
+    have: at most a percentage away from ours (`15 %`), up to a limit (`≤ 0.02`), or ours alone (`exact`). The number's
+    unit is that of ours; a ratio, written with ×, has none."""
 
     claim: str
     published: str
@@ -46,12 +47,16 @@ class Claim:
     within: Annotated[str, Field(pattern=rf"^({_NUMBER} %|≤ {_NUMBER}|exact)$")]
     key: Annotated[str, Field(pattern=r"^\w+\.[\w.-]+$")]
 
-    def holds(self, value: Any) -> bool:
-        """Whether `value`, as measured by a run, supports the claim; False if it is not a number."""
+    def fault(self, number: Mapping[str, Any]) -> str | None:
+        """Why a number of a run, an entry of numbers.json, does not support the claim; None if it does."""
+        value, ours, bound = number["value"], _first_number(self.ours), _first_number(self.within)
         if not isinstance(value, int | float):
-            return False
-        ours, bound = _first_number(self.ours), _first_number(self.within)
-        return value <= bound if "≤" in self.within else abs(value - ours) <= abs(ours) * bound / 100
+            return "no number"
+        if number["unit"] != self.ours.partition(" ")[2].removeprefix("×"):
+            return "claimed in another unit"
+        if "≤" not in self.within:
+            return None if abs(value - ours) <= abs(ours) * bound / 100 else "measured otherwise"
+        return "claimed above its own limit" if ours > bound else "measured above the limit" if value > bound else None
 
 
 def read_claims() -> dict[str, list[Claim]]:
@@ -86,7 +91,8 @@ def write_page() -> None:
 
 def doubts(folder: Path, experiment: str) -> str | None:
     """Why the numbers in a run's folder cannot be trusted to decide its claims. None if they can: the manifest is this
-    experiment's, with the profile's parameters, all files are as it lists them, and samples.csv gives these numbers."""
+    experiment's, with the profile's parameters, all files are as it lists them, and samples.csv gives these numbers, in
+    numbers.json and numbers.tex."""
     if why := manifest.damage(folder):
         return why
     content = manifest.read(folder)
@@ -100,10 +106,12 @@ def doubts(folder: Path, experiment: str) -> str | None:
         with tempfile.TemporaryDirectory() as scratch:
             run_cells(PROFILE, experiment, Path(scratch), figures=False)
             again = json.loads((Path(scratch) / NUMBERS).read_bytes())
+            same_tex = manifest.entry(Path(scratch) / TEX) == manifest.entry(folder / TEX)
     except T1Error as error:
         return str(error)
     kept = json.loads((folder / NUMBERS).read_bytes())
     other = sorted(key for key in kept.keys() | again.keys() if not _alike(kept.get(key), again.get(key)))
+    other += [TEX] * (not same_tex)
     return f"{other[0]} does not follow from samples.csv" if other else None
 
 
@@ -130,9 +138,10 @@ def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
     verdicts = []
     for claim in claims:
         found = numbers.get(claim.key, {"value": None, "text": "–", "unit": ""})
-        verdicts.append(PASS if claim.holds(found["value"]) else FAIL)
-        measured = f"{found['text']} {found['unit']}".strip()
-        print(f"  {verdicts[-1]}  {claim.key}: {measured} (claimed: {claim.ours}, {claim.within})")
+        fault, measured = claim.fault(found), f"{found['text']} {found['unit']}".strip()
+        verdicts.append(FAIL if fault else PASS)
+        told = f"{claim.key}: {measured} (claimed: {claim.ours}, {claim.within})"
+        print(f"  {verdicts[-1]}  {told}{f', {fault}' if fault else ''}")
     return verdicts if verdicts or numbers else [FAIL]
 
 

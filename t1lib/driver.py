@@ -100,7 +100,7 @@ def _attempt(experiment: str, profile: str, parameters: params.Values) -> bool:
     print(f"{label}: started", file=sys.stderr, flush=True)
     outcome, clock = "interrupted", time.perf_counter()
     try:
-        with locked(staging.with_suffix(".lock"), f"{label} is being run by another process; wait for it"):
+        with locked(staging.with_suffix(".lock"), "is being run by another process; wait for it"):
             with writing(staging):
                 remove(staging)  # left by a run that failed or was killed
                 staging.mkdir(parents=True)
@@ -164,18 +164,20 @@ def _state(experiment: str, profile: str) -> str:
         return "no parameters"
     folder = paths.outputs(profile, experiment)
     content, why = manifest.read(folder), manifest.difference(folder, experiment, params.resolve(experiment, profile))
+    why = why or manifest.undrawn(folder)
     if content is None:
         return "missing" if why == "missing" else f"stale    {why}"
     return f"stale    {why}; {_measured(content)}" if why else f"done     {_measured(content)}"
 
 
 def list_command(_: argparse.Namespace) -> int:
-    """Print experiments and the state of their outputs; returns 0."""
+    """Print experiments and the state of their outputs, and of PDFs that have to be built again; returns 0."""
     print(f"profiles: {', '.join(params.profiles())} (auto here: {manifest.default_profile()})")
     for experiment in params.experiments():
         print(f"\n{experiment}  {params.title(experiment)}".rstrip())
         for profile in params.profiles():
-            print(f"  {profile:<8} {_state(experiment, profile)}")
+            pdf = manifest.other_pdf(paths.outputs(profile, experiment))
+            print(f"  {profile:<8} {_state(experiment, profile)}{f'; {pdf}' if pdf else ''}")
     return 0
 
 

@@ -5,11 +5,13 @@ The meaning of code is what `ast` makes of it: comments, docstrings and layout d
 
 import ast
 import hashlib
+import json
 import sys
 from contextlib import suppress
 from functools import cache
 from modulefinder import ModuleFinder
 from pathlib import Path
+from typing import Any
 
 from t1lib import params, paths
 
@@ -45,6 +47,14 @@ def notebook(experiment: str) -> str:
     """The meaning of a notebook's code cells, less their outputs."""
     cells = params.code_cells(paths.notebook(experiment))
     return hashlib.sha256("".join(meaning(cell["source"]) for cell in cells).encode()).hexdigest()
+
+
+def drawing(made_of: dict[str, Any]) -> str:
+    """What figures, tables and numbers follow from besides samples: this code, and the page of which tables are made,
+    as it is now."""
+    page = paths.root() / "docs" / "differences.md"
+    told = page.read_text(encoding="utf-8") if page.is_file() else None
+    return hashlib.sha256(json.dumps([made_of, told], sort_keys=True).encode()).hexdigest()
 
 
 def everything() -> dict[str, str]:

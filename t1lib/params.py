@@ -131,7 +131,7 @@ def _check(known: Mapping[str, Parameter], values: Values, where: str, profile: 
             wrong = error.errors()[0]["msg"].replace("Input", "it", 1)
             raise T1Error(f"{where}: {name!r} is {shown(value)}; {wrong} ({parameter.type})") from None
     named = checked.get("profile", profile)
-    require(profile in (named, None), f"{where}: 'profile' is {named!r}; it must be {profile!r} here")
+    require(profile in (named, None), f"{where}: 'profile' is {shown(named)}; it must be {profile!r} here")
     return checked
 
 

@@ -34,7 +34,25 @@ def row(key=KEY, ours="1.78 ×", within="5 %"):
 )
 def test_a_claim_holds_within_its_bound(ours, bound, right, wrong):
     claim = Claim("", "", ours, bound, "t1m3.x")
-    assert [value for value in right + wrong if claim.holds(value)] == right
+    assert [value for value in right + wrong if claim.fault({"value": value, "unit": ""}) is None] == right
+
+
+@pytest.mark.parametrize(
+    ("ours", "within", "unit", "fault"),
+    [
+        ("13.4 GiB", "5 %", "GiB", None),
+        ("13.4 MiB", "5 %", "GiB", "claimed in another unit"),
+        ("13.4", "≤ 20", "GiB", "claimed in another unit"),
+        ("13.4 ×", "5 %", "GiB", "claimed in another unit"),
+        ("13.4 GiB", "exact", "", "claimed in another unit"),
+        ("13.4 ×", "≤ 20", "", None),
+        ("21 ×", "≤ 20", "", "claimed above its own limit"),
+        ("13.4 ×", "≤ 13.4", "", "measured above the limit"),
+        ("1340 ×", "5 %", "", "measured otherwise"),
+    ],
+)
+def test_a_claim_says_whether_the_claim_or_the_measurement_is_at_fault(ours, within, unit, fault):
+    assert Claim("", "", ours, within, "t1m3.x").fault({"value": 13.44, "unit": unit}) == fault
 
 
 @pytest.mark.parametrize(
@@ -110,8 +128,13 @@ def test_a_run_that_is_not_what_it_says_fails(kit, command):
         numbers[KEY]["value"] *= factor
         (folder / "numbers.json").write_text(json.dumps(numbers), encoding="utf-8")
         edited = shutil.copytree(folder, kit / f"edited-{factor}")
-        manifest.replace_drawn(edited, folder)  # the manifest agrees with them
+        manifest.replace_drawn(edited, folder, manifest.read(folder)["made_of"])  # the manifest agrees with them
     assert fails(f"{KEY} does not follow from samples.csv")
+    for name, edit in (("numbers.json", str), ("numbers.tex", lambda text: text.replace("{t1m3.", "{t1m3.x.", 1))):
+        text = edit((REFERENCE / "t1m3" / name).read_text(encoding="utf-8"))
+        (folder / name).write_text(text, encoding="utf-8")
+    manifest.change(folder, files=manifest.files(folder))
+    assert fails("numbers.tex does not follow from samples.csv")
 
     whole = manifest.read(folder)
     for wrong in ({"experiment": "cce"}, {"profile": "smoke"}, {"files": {}}):
@@ -132,7 +155,7 @@ def test_a_committed_run_is_whole_and_of_one_commit_and_its_numbers_are_those_cl
     claims = read_claims()[experiment]
     for claim in claims:
         number = numbers[claim.key]
-        assert number["text"] == claim.ours.split(" ")[0] and claim.holds(number["value"]), claim.key
+        assert number["text"] == claim.ours.split(" ")[0] and claim.fault(number) is None, claim.key
     assert claims
 
 

@@ -89,7 +89,7 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
     assert len(rows) == 1 + 2 and rows[1].startswith("slide,")
     with locked(left.with_suffix(".lock"), "the other's"):
         told = run("bad", code=1)  # names no folder, which is the other process's
-    assert "bad [smoke] is being run by another process" in told and ".partial" not in told
+    assert "error: bad [smoke] is being run by another process" in told and ".partial" not in told
     assert (left / "executed.ipynb").is_file()
 
     def ends(notebook, executed, *more, **options):
@@ -115,6 +115,7 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
         (["run", "other", "--profile", "smoke", "-p", "steps", "1"], "unknown parameter 'steps'; allowed: profile."),
         (["run", "demo", "--profile", "h200"], "profile 'h200' is for a GPU, and there is no CUDA device here"),
         (["run", "--profile", "smoke", "-p", "steps", "many"], "-p: 'steps' is 'many'; it should be a valid integer"),
+        (["run", "--profile", "smoke", "-p", "profile", "9" * 999], "-p: 'profile' is '999"),
         (["report", "--profile", "smoke"], "no finished run in outputs/smoke"),
         (["run", "-p", "steps"], "argument -p: expected 2 arguments"),
         (["run", "demo", "-p", "steps", "1", "-p", "steps", "2"], "-p steps is given twice"),

@@ -113,6 +113,26 @@ def test_what_a_report_is_made_of_is_its_sources_and_runs_alone(outputs, monkeyp
     assert not {"convergence-numbers.tex", "convergence-fig1_loss.pdf", "old.tex", "t1m3.aux"} & {*made}
 
 
+def test_a_pdf_that_was_built_from_other_files_is_listed_until_it_is_built_again(outputs, monkeypatch, command):
+    folder = outputs("t1m3")
+    root, run = folder.parent.parent, folder / "t1m3"
+    monkeypatch.setattr(shutil, "which", str)
+    monkeypatch.setattr(latex, "_compile", lambda place, report, _: (place / f"{report}.pdf").touch())
+    names = ["report/t1m3.tex", "report/t1.sty", "report/t1.bib"]
+    names += [f"outputs/smoke/{name}" for name in ("t1m3/tables/table1.tex", "convergence/numbers.tex")]
+    for name in names:  # of which the last was not there
+        latex.build("smoke")
+        (root / "report" / "t1m1.tex").write_text("another report")
+        assert manifest.other_pdf(run) is None
+        (root / name).parent.mkdir(exist_ok=True)
+        with (root / name).open("a") as file:
+            file.write("% more")
+        assert f"; t1m3.pdf was built from another {name}\n" in command("list")
+    latex.build("smoke")
+    manifest.replace_drawn(shutil.copytree(run, root / "drawn"), run, manifest.read(run)["made_of"])
+    assert manifest.other_pdf(run) == "t1m3.pdf was not built from this run"
+
+
 def test_without_tex_or_a_run_says_what_to_do(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(UnavailableError, match="not found: pdflatex, bibtex"):

@@ -2,6 +2,7 @@ import json
 import os
 import sys
 from functools import partial
+from pathlib import Path
 from unittest.mock import DEFAULT, Mock
 
 import pytest
@@ -9,6 +10,7 @@ from refusals import refused
 
 from t1lib import fingerprint, paths
 from t1lib.__main__ import main
+from t1lib.files import write_signed
 from t1lib.kit.run import Run, redraw
 from t1lib.measure import manifest
 
@@ -130,9 +132,9 @@ NUMBER = 'run.number("demo.last", run.frame()["value"].iloc[-1], "ms")'
 MADE = ["figures/wall.pdf", "figures/wall.png", "numbers.json", "numbers.tex", "tables/main.tex"]
 
 
-def add(checkout, *more: str) -> None:
+def add(checkout, *more: str) -> Path:
     parameters = 'profile: str = "smoke"\nsteps: int = 2\nrate: float = 0.5\nmeasure: bool = True\n'
-    checkout.add("demo", MEASURE, FIGURE, TABLE, NUMBER, *more, parameters=parameters)
+    return checkout.add("demo", MEASURE, FIGURE, TABLE, NUMBER, *more, parameters=parameters)
 
 
 def begin(**changes):
@@ -197,6 +199,32 @@ def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(
     samples = folder / "samples.csv"
     samples.write_text(samples.read_text().replace("1.5", "0.1"))
     refused(draw, "samples.csv is not the one")
+
+
+def test_what_other_code_drew_or_another_page_is_drawn_again(checkout, command, monkeypatch):
+    """Though the code that measured is back, and the folder is as its manifest says."""
+    path, folder, report = add(checkout), checkout.outputs("demo"), ("report", "--profile", "smoke", "--no-pdf")
+    monkeypatch.setattr("t1lib.claims.write_page", lambda: None)
+    checkout.finish(folder)
+    draw()
+    before, right = manifest.read(folder), path.read_text()
+    page = checkout.root / "docs" / "differences.md"
+    page.parent.mkdir()
+
+    def edited() -> None:
+        path.write_text(right.replace(".iloc[-1]", ".iloc[-1] * 1000"))
+        assert "redrew 5 files; its run is stale notebook changed" in command(*report)
+        path.write_text(right)
+
+    for change in (edited, lambda: page.write_text("| D1 | another |")):
+        change()
+        assert "stale    drawn by other code" in command("list") and why(folder) is None
+        assert "redrew 5 files\n" in command(*report) and "drawn already" in command(*report)
+        assert manifest.read(folder)["files"] == before["files"]
+    content = manifest.read(folder)
+    del content["drawn"]  # as runs of before have none
+    write_signed(folder / "manifest.json", content)
+    assert "demo [smoke] drawn already" in command(*report)
 
 
 def test_a_parameter_that_a_run_did_not_have_is_the_profiles_when_it_is_drawn_again(checkout):

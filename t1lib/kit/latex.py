@@ -52,8 +52,12 @@ def _build_one(outputs: Path) -> Path:
     final = outputs.with_name(f"{outputs.name}.pdf")
     with tempfile.TemporaryDirectory(prefix="t1-report-") as temporary:
         folder = shutil.copytree(paths.root() / "report", Path(temporary), dirs_exist_ok=True, ignore=_NOT_SOURCES)
+        for other in {*REPORTS} - {outputs.name}:
+            (folder / f"{other}.tex").unlink(missing_ok=True)
+        read = {f"report/{name}": entry for name, entry in manifest.files(folder).items()}
         for run, before in runs.items():
             made = (run / "numbers.tex", *run.glob("tables/*.tex"), *run.glob("figures/*.pdf"))
+            read |= {paths.shown(path): manifest.entry(path) for path in made}
             for path in made if contents[run] else ():
                 copy = folder / path.relative_to(run).with_name(f"{before}{path.name}")
                 copy.parent.mkdir(exist_ok=True)
@@ -64,7 +68,7 @@ def _build_one(outputs: Path) -> Path:
         require(same, f"a run changed while the report {outputs.name} was built; its PDF is as it was: report again")
         with whole(final) as partial:
             shutil.copyfile(folder / f"{outputs.name}.pdf", partial)
-    manifest.change(outputs, report=manifest.entry(final))
+    manifest.change(outputs, report=manifest.entry(final), report_of=read)
     return final
 
 

@@ -216,8 +216,10 @@ class Run:
         with tempfile.TemporaryDirectory(prefix=".", suffix=".partial", dir=final.parent) as beside:
             copied = shutil.copytree(self.outdir, Path(beside) / self.experiment)
             self._complete(copied, given)
-            replace = manifest.publish if self._measures else manifest.replace_drawn
-            replace(copied, final)
+            if self._measures:
+                manifest.publish(copied, final)
+            else:
+                manifest.replace_drawn(copied, final, self._made_of)
 
     def _complete(self, folder: Path, given: params.Values) -> None:
         """Write the numbers and, if they are this run's, the samples and manifest to `folder`. Drop figures, tables and
@@ -240,11 +242,11 @@ def redraw(profile: str, experiment: str) -> list[str]:
     """Make all figures, tables and numbers of a finished run again; returns the names of the files. If a cell fails,
     everything stays as it was. Raises `T1Error` without a finished run, or if its samples have changed since."""
     with tempfile.TemporaryDirectory() as fresh:
-        run_cells(profile, experiment, Path(fresh))
-        return manifest.replace_drawn(Path(fresh), paths.outputs(profile, experiment))
+        run = run_cells(profile, experiment, Path(fresh))
+        return manifest.replace_drawn(Path(fresh), paths.outputs(profile, experiment), run._made_of)
 
 
-def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True) -> None:
+def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True) -> Run:
     """Run a notebook's cells without measuring, on a finished run's samples, into `folder`. Raises as `redraw`."""
     content, known = manifest.require_finished(paths.outputs(profile, experiment), {}), params.declared(experiment)
     able = "measure" in known
@@ -266,3 +268,4 @@ def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True)
         except Exception as error:
             told = f"cell `{params.first_line(source)}`: {type(error).__name__}: {error}"
             raise T1Error(f"{namespace['__name__']}, {told}"[:280]) from error
+    return run

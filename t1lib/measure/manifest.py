@@ -129,12 +129,13 @@ def write(folder: Path, *, parameters: Mapping[str, Any], seconds: float, **abou
     `made_of`, and `git_state()` from when the run began"""
     content = {**about, "parameters": _lasting(parameters), "environment": environment()}
     started = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds")
-    content |= {"started": started, "seconds": round(seconds, 1)}
+    content |= {"started": started, "seconds": round(seconds, 1), "drawn": fingerprint.drawing(about["made_of"])}
     write_signed(folder / NAME, content | {"files": files(folder)})
 
 
 def change(folder: Path, **fields: Any) -> None:
-    """Change fields of a manifest: `files`, or `report`, the PDF that was built from the run."""
+    """Change fields of a manifest: `files`, or `report`, the PDF that was built from the run, and `report_of`, the
+    files that it was built from."""
     write_signed(folder / NAME, (read(folder) or {}) | fields)
 
 
@@ -168,6 +169,14 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> 
     return f"{', '.join(changed)} changed" if changed else damage(folder, report=False)
 
 
+def undrawn(folder: Path) -> str | None:
+    """Why a finished run that has no `difference` has to be drawn again; None if it has not. A run of which no drawing
+    is noted was drawn by the code that measured it."""
+    content = read(folder) or {}
+    now = fingerprint.drawing(content["made_of"])
+    return "drawn by other code, or of another docs/differences.md" if content.get("drawn", now) != now else None
+
+
 def damage(folder: Path, report: bool = True) -> str | None:
     """The first file found that has changed since the run, in words; "missing" without a run, None if all are intact.
     report: check the PDF built from the run, too, which can be built again without measuring"""
@@ -177,6 +186,17 @@ def damage(folder: Path, report: bool = True) -> str | None:
     pdf = {f"../{folder.name}.pdf": content["report"]} if report and "report" in content else {}
     changed = (name for name, had in (content["files"] | pdf).items() if entry(folder / name) != had)
     return next((f"{name} is not as the run left it" for name in changed), None)
+
+
+def other_pdf(folder: Path) -> str | None:
+    """Why the PDF beside a run is not what would be built now, in words; None if it is, or if there is none."""
+    content, pdf = read(folder) or {}, folder.with_name(f"{folder.name}.pdf")
+    if not pdf.is_file():
+        return None
+    if entry(pdf) != content.get("report"):
+        return f"{pdf.name} was not built from this run"
+    changed = (name for name, had in content.get("report_of", {}).items() if entry(paths.root() / name) != had)
+    return next((f"{pdf.name} was built from another {name}" for name in changed), None)
 
 
 def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,9 +213,10 @@ def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, A
     return content
 
 
-def replace_drawn(fresh: Path, folder: Path) -> list[str]:
+def replace_drawn(fresh: Path, folder: Path, made_of: Mapping[str, Any]) -> list[str]:
     """Replace a run's figures, tables and numbers by those in `fresh`, in its manifest too; returns their names. Other
-    files keep their recorded hashes, so manual edits are still noticed. A PDF built before is no longer the run's."""
+    files keep their recorded hashes, so manual edits are still noticed. A PDF built before is no longer the run's.
+    made_of: the code that drew them, with any modules"""
     content = read(folder) or {}
     for part in ("figures", "tables"):
         shutil.rmtree(folder / part, ignore_errors=True)
@@ -204,7 +225,10 @@ def replace_drawn(fresh: Path, folder: Path) -> list[str]:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(fresh / name, folder / name)
     kept = {name: made for name, made in content["files"].items() if not name.startswith(DRAWN)}
-    content.pop("report", None)
+    for name in ("report", "report_of"):
+        content.pop(name, None)
+    modules = {name: made_of["modules"].get(name) for name in content["made_of"].get("modules", ())}
+    content["drawn"] = fingerprint.drawing({**made_of, "modules": modules})
     write_signed(folder / NAME, content | {"files": dict(sorted((kept | written).items()))})
     return list(written)
 

@@ -101,6 +101,12 @@ class StreamTrainer(Trainer):
             optimizer._opt_called = True  # or a user's schedule for it would warn that it never steps
         return super()._wrap_model(model, *others, **named)
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Over an earlier run's checkpoint of the same step: without the file written last, it counts as unfinished."""
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.streamed.clip_grad_norm_(self.args.max_grad_norm)
 

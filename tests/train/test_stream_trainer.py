@@ -3,6 +3,7 @@
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -165,6 +166,16 @@ def test_an_unfinished_checkpoint_is_passed_over_and_a_closed_trainer_goes_on(tm
         torch.manual_seed(2)
         again.train()
     assert_same(plain, resumed)
+
+
+def test_a_checkpoint_that_another_run_was_replacing_is_passed_over(tmp_path, monkeypatch):
+    """Its weights would go on with the optimizer's state of the run before."""
+    trainer(StreamTrainer, tmp_path, dropping(), **SAVING, max_steps=2).train()
+    second = trainer(StreamTrainer, tmp_path, dropping(), **SAVING, max_steps=2)
+    monkeypatch.setattr(second, "_save_optimizer_and_scheduler", Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        second.train()
+    refused(lambda: second.train(resume_from_checkpoint=True), "no complete checkpoint")
 
 
 @pytest.mark.slow
