@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from t1lib.errors import require
+from t1lib.heads.chunked import bytes_needed as chunked_bytes
 from t1lib.heads.fused_plan import Device, Shape, bytes_needed, device_of, early_from, plan
 from t1lib.models import layer_arguments, split
 
@@ -180,23 +181,28 @@ def in_mode(work: Work, mode: str, head: str) -> Work:
     return with_head(replace(work, streams=streams, together=together, graphed=graphed), head)
 
 
-def with_head(work: Work, head: str) -> Work:
-    """The same work with an output layer: the peak bytes that it holds beyond inputs and gradients, in place of the
-    budget of head `fused`; and the bytes that it moves per logit, beside the products (by notebook cce). Raises
-    `T1Error` for a workspace that is too small for head `fused`.
+def with_head(
+    work: Work, head: str, workspace: int | None = None, chunks: int | None = None, by: str = "sequence",
+    tail: str | None = None, **_: object,
+) -> Work:  # fmt: skip
+    """The same work with an output layer, by the head's own options: the peak bytes that it holds beyond inputs and
+    gradients, in place of the budget of head `fused` (`workspace`, if given); and the bytes that it moves per logit,
+    beside the products (by notebook cce). Raises `T1Error` for a workspace that is too small for head `fused`.
 
     full      per logit, in float32: the log-probability, its gradient, and the gradient before the softmax; the
               weight's gradient is made when these are freed
-    chunked   per logit of a chunk: the logit in 16 bits and in 32, and its gradient
+    chunked   per logit of a chunk: the logit in 16 bits and in 32, and its gradient. It takes over on a CPU
     torch     likewise, or later a copy of the gradients; its small chunks each read and write the weight's gradient
-    fused     what its plan within the workspace needs, no more than full (less if `chunked` runs in its place)
+    fused     what its plan within the workspace, or of so many chunks, needs; without chunks no more than full
     """
     tokens, vocabulary, size = work.live, work.vocabulary, work.itemsize
-    count, held, moved = tokens * vocabulary, work.workspace, 1.5
+    count, held, moved = tokens * vocabulary, workspace or work.workspace, 1.5
     if head == "full":
         held, moved = max(12 * count - work.head * size * (work.outer > 0), 0), 20.0
-    elif head == "chunked":
-        held, moved = count, 10.5  # of eight chunks
+    elif head == "chunked" or (head == "fused" and not work.cuda):
+        given = 1 if workspace else chunks  # with a workspace, as many as fit into it
+        need, moved = chunked_bytes(tokens, vocabulary, work.hidden, size, by, given), 10.5
+        held = min(need, workspace or need)
     elif head == "torch":
         share = -(-tokens // -(-vocabulary // work.hidden))
         rows = max(2 ** (share - 1).bit_length() // 2, 1)  # of its chunks, a power of two
@@ -206,7 +212,12 @@ def with_head(work: Work, head: str) -> Work:
         device = device_of(torch.device("cuda")) if torch.cuda.is_available() else Device("hopper", 132)
         dtype = torch.bfloat16 if size == 2 else torch.float32
         shape = Shape(tokens, vocabulary, work.hidden, dtype, de=True, dw=True)
-        early = held >= early_from(tokens, vocabulary, work.hidden, size, cuda=True)
-        chosen = plan("early" if early else "late", shape, held, device)
-        held = min(held, bytes_needed(shape, chosen, early), 12 * count)
+        early = bool(chunks) or held >= early_from(tokens, vocabulary, work.hidden, size, cuda=True)
+        chosen = plan("early" if early else "late", shape, None if chunks else held, device, chunks)
+        need = bytes_needed(shape, chosen, early)
+        if tail is not None and device.kind == "hopper":
+            from t1lib.heads import fused_tail  # needs Triton
+
+            need = max(need, fused_tail.bytes_needed(shape, fused_tail.plan(shape, held, device.units)))
+        held = need if chunks else min(held, need, 12 * count)
     return replace(work, workspace=held, logits=4 * count * (head == "full"), head_moves=moved)

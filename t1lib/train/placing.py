@@ -10,8 +10,9 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from t1lib.errors import choose, is_number, is_whole, require, shown
-from t1lib.heads import parse_bytes
+from t1lib.heads import DEFAULT_HEAD, parse_bytes
 from t1lib.heads.fused_plan import DEFAULT_WORKSPACE
+from t1lib.heads.options import Settings, check_chunks
 from t1lib.memory import GIB, host_available
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice
@@ -83,14 +84,17 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
     inner = engine.model.get_base_model() if hasattr(engine.model, "get_base_model") else engine.model
     groups = engine.optimizer.param_groups
     trained = [p for g in groups for p in g["params"] if p.requires_grad]
-    patches = [m._t1_head["options"] for m in engine.model.modules() if hasattr(m, "_t1_head")]
-    head = engine.head or ({"head": "fused"} | patches[0] if patches else {"head": "full"})
-    workspace = parse_bytes(head.get("workspace") or DEFAULT_WORKSPACE)
+    found = [m._t1_head for m in engine.model.modules() if hasattr(m, "_t1_head")]
+    patches = [patch["options"] for patch in found if patch["active"]]
+    head = dict(engine.head or ({"head": DEFAULT_HEAD} | patches[0] if patches else {"head": "full"}))
+    if head.get("workspace") is not None:
+        head["workspace"] = parse_bytes(head["workspace"])
+    check_chunks(head.get("chunks"), Settings(workspace=head.get("workspace")))
     drawn_from = [engine.device] if engine.device.type == "cuda" else []
     with torch.random.fork_rng(drawn_from):  # running a layer to see what it saves must not change dropout's draws
         work = work_of(
             inner, lambda p: engine.precision.state_dtypes(p, *groups), rows=rows, seq=seq,
-            micro_batch=engine.micro_batch, workspace=workspace, together=not engine.in_backward,
+            micro_batch=engine.micro_batch, workspace=DEFAULT_WORKSPACE, together=not engine.in_backward,
             layers=engine.stack, trained=trained, cuda=engine.device.type == "cuda",
             accumulates=engine.accumulate, **_measured(engine, piece, inner, seq),
         )  # fmt: skip
@@ -98,7 +102,7 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
         return work
     own = not patches and engine.head is None  # a model's own loss returns its logits, too
     given = work.tokens * work.vocabulary * work.itemsize * own
-    work = with_head(work, head["head"])
+    work = with_head(work, **head)
     return replace(work, workspace=work.workspace + given)
 
 

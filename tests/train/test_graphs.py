@@ -9,7 +9,7 @@ from stream_loops import adamw, own_clip, train
 from stream_models import adapted, data, layers_of, llama
 from torch import nn
 
-from t1lib.heads import patch_head
+from t1lib.heads import patch_head, unpatch_head
 from t1lib.plan.cost import Choice
 from t1lib.train import placing
 from t1lib.train.graphs import LayerGraphs
@@ -72,3 +72,19 @@ def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
     plain, with_adapters, _ = (work.saved for work in seen)
     own = sum(m.lora_A["default"].in_features * 4 for m in layers_of(model)[0].modules() if hasattr(m, "lora_A"))
     assert plain + own <= with_adapters <= plain + 2.5 * own
+
+
+def test_a_budget_counts_the_head_with_its_options(monkeypatch):
+    """That of `patch_head`, unless it was undone; or of the argument `head`."""
+    seen, own = [], {"head": "chunked", "chunks": 1}
+    monkeypatch.setattr(placing, "choose_plan", lambda work, *rest: seen.append(work.workspace) or Choice())
+    wrapped = patch_head(llama(), **own)
+    wrapped.forward = partial(wrapped.forward)  # stays when the patch is undone
+    for model, head in [
+        (llama(), None), (unpatch_head(wrapped), None), (patch_head(llama(), **own), None), (llama(), own),
+        (patch_head(llama()), None),
+    ]:  # fmt: skip
+        with streaming(model, gpu_memory="1GiB", plan_for=(2, 6), head=head):
+            pass
+    full, undone, patched, given, eight = seen
+    assert full == undone and patched == given > eight
