@@ -28,7 +28,7 @@ class Work:
 
     layers: int
     layer: int  # parameters of a layer that stream, or stay as a whole
-    outer: int  # trained parameters outside the layers
+    outer: int  # trained parameters outside the layers, of the layers' dtype
     hidden: int  # width of a layer's input
     itemsize: int  # bytes of a weight, and of an activation
     saved: int  # bytes per token that a layer's backward needs beyond its weights
@@ -40,9 +40,9 @@ class Work:
     accumulates: bool = False  # whether gradients of earlier backwards may be there when a streamed step begins
     streams: bool = True  # whether layers run one at a time, as in mode slide, each on the whole batch
     frozen: int = 0  # layers that are not trained; the first ones
-    aside: int = 0  # bytes that layers never stream, such as adapters, with gradients and state
+    aside: int = 0  # bytes that never leave the device: buffers; adapters and others, with gradients and state
     inner: int = 0  # width of a layer's widest activation
-    still: int = 0  # frozen parameters outside the layers
+    still: int = 0  # frozen parameters outside the layers, of the layers' dtype
     head: int = 0  # parameters of the output layer, if the loss uses it
     tied: int = 0  # of them, those that are also the embedding's, and trained
     largest: int = 0  # elements of the largest parameter
@@ -136,9 +136,13 @@ def work_of(
     streams, aside, frozen = _streaming(layers, trained, dtypes_of)
     numel, dtype, state = _count(streams), streams[0].dtype, dtypes_of(streams[0])
     outside = {*model.parameters()} - {p for layer in layers for p in layer.parameters()}
+    foreign = {p for p in outside if p.dtype != dtype or not p.is_contiguous()}  # never travel
+    aside += _held(foreign, trained, dtypes_of) + sum(buffer.nbytes for buffer in model.buffers())
+    outside -= foreign
     output = getattr(model, "get_output_embeddings", lambda: None)()
     vocabulary, width = (0, 0) if output is None else output.weight.shape
-    tied = output is not None and output.weight is model.get_input_embeddings().weight and output.weight in trained
+    both = output is not None and output.weight is model.get_input_embeddings().weight and output.weight in trained
+    tied = output.weight.nbytes // dtype.itemsize if both else 0
     micro_tokens = min(micro_batch or rows, rows) * seq
     heads = getattr(config, "num_attention_heads", 0)  # none in a model without such a configuration
     attention = heads and heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -147,9 +151,9 @@ def work_of(
         itemsize=dtype.itemsize, saved=saved_bytes(config, dtype, seq) if saved is None else saved,
         state=sum(kind.itemsize for kind in state.values()), tokens=rows * seq, micro_tokens=micro_tokens,
         workspace=workspace * (output is not None), together=together, accumulates=accumulates, frozen=frozen,
-        aside=aside, inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() == 2), default=0),
-        still=_count(outside - trained), head=vocabulary * width, tied=vocabulary * width * tied,
-        largest=max(p.numel() for p in model.parameters()), vocabulary=vocabulary,
+        aside=aside, inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() > 1), default=0),
+        still=_count(outside - trained), head=vocabulary * width, tied=tied,
+        largest=max(p.nbytes for p in model.parameters()) // dtype.itemsize, vocabulary=vocabulary,
         # Two products, half of whose entries count, and more for the lower rate of short rows; windows are ignored.
         attention=2 * (seq + SHORT) * attention, graphed=cuda and micro_tokens <= launch_bound(numel),
         masters="master" in state, cuda=cuda,
@@ -164,10 +168,14 @@ def _streaming(layers: Sequence[nn.Module], trained: set[nn.Parameter], dtypes_o
         sides = [[p for p in layer.parameters() if (p in trained) == side] for side in (True, False)]
         few, many = sorted(sides, key=lambda side: sum(p.nbytes for p in side))
         frozen += many is sides[1]
-        aside += sum(p.nbytes for p in few)
-        for p in trained.intersection(few):
-            aside += p.nbytes + p.numel() * sum(dtype.itemsize for dtype in dtypes_of(p).values())
+        aside += _held(few, trained, dtypes_of)
     return many, aside, frozen
+
+
+def _held(params: Iterable[nn.Parameter], trained: set[nn.Parameter], dtypes_of: DtypesOf) -> int:
+    """Bytes of parameters and, for trained ones, of gradients and state."""
+    of_trained = ((p.nbytes, *(p.numel() * t.itemsize for t in dtypes_of(p).values())) for p in trained & {*params})
+    return sum(p.nbytes for p in params) + sum(map(sum, of_trained))
 
 
 def _count(params: Iterable[nn.Parameter]) -> int:

@@ -77,8 +77,8 @@ def test_frozen_layers_need_no_state_no_gradients_and_no_updates():
 
 def test_what_is_trained_and_what_streams_follow_from_the_parameters():
     model = build_model("tiny")
-    full = work_of(model, DTYPES, rows=1, seq=8)
-    assert (full.outer, full.still, full.head, full.frozen, full.aside) == (64 + 512 * 64, 0, 512 * 64, 0, 0)
+    full, buffers = work_of(model, DTYPES, rows=1, seq=8), sum(buffer.nbytes for buffer in model.buffers())
+    assert (full.outer, full.still, full.head, full.frozen, full.aside) == (64 + 512 * 64, 0, 512 * 64, 0, buffers)
     for p in model.model.embed_tokens.parameters():
         p.requires_grad_(False)
     own = work_of(model.model, DTYPES, rows=1, seq=8, layers=model.model.layers)  # whose loss needs no logits
@@ -90,9 +90,29 @@ def test_what_is_trained_and_what_streams_follow_from_the_parameters():
         layer.extra = nn.Linear(4, 2, bias=False)
     adapted = work_of(model, DTYPES, rows=1, seq=8)
     adapters = 8 * (4 + 4 + 8)
-    assert (adapted.frozen, adapted.aside, adapted.layer) == (3, 3 * adapters, full.layer + 8)
+    assert (adapted.frozen, adapted.aside, adapted.layer) == (3, buffers + 3 * adapters, full.layer + 8)
     lora = work_of(model, DTYPES, rows=1, seq=8, trained={layer.extra.weight for layer in model.model.layers})
-    assert (lora.frozen, lora.aside, lora.layer, lora.outer) == (4, 4 * adapters, full.layer, 0)
+    assert (lora.frozen, lora.aside, lora.layer, lora.outer) == (4, buffers + 4 * adapters, full.layer, 0)
+
+
+def test_buffers_and_what_has_another_dtype_than_the_layers_stay_on_the_device():
+    model = build_model("tiny", tie_word_embeddings=False)
+    plain, table = work_of(model, DTYPES, rows=1, seq=8), model.model.embed_tokens.float().weight
+    trained = work_of(model, DTYPES, rows=1, seq=8)
+    assert (trained.outer, trained.aside - plain.aside) == (plain.outer - table.numel(), 4 * table.nbytes)
+    assert trained.largest == 2 * table.numel()
+    model.model.embed_tokens.requires_grad_(False)
+    model.register_buffer("extra", torch.zeros(100))
+    frozen = work_of(model, DTYPES, rows=1, seq=8)
+    assert (frozen.still, frozen.aside - plain.aside) == (0, table.nbytes + 400)
+
+
+@pytest.mark.parametrize("shape", [(96, 8, 3), (4, 8, 96)], ids=["convolution", "experts"])
+def test_layers_may_be_widest_in_three_dimensions(shape):
+    layer = nn.Linear(8, 8)
+    layer.wide = nn.Parameter(torch.zeros(shape))
+    options = {"rows": 1, "seq": 8, "layers": [layer], "hidden": 8, "saved": 0}
+    assert work_of(nn.Sequential(layer), DTYPES, **options).inner == 96
 
 
 def test_a_host_that_is_short_of_memory_leaves_more_on_the_device():
