@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,7 +109,8 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
 
 def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int) -> dict[str, int]:
     """Arguments `hidden` and `saved` of `work_of` (width, bytes per token) if the configuration does not tell: measured
-    by running a layer on one row or, for a decoder of transformers with adapters, on short rows (`saved` only)."""
+    by running a layer on as many rows as it computes at a time or, for a decoder of transformers with adapters, on
+    short ones (`saved` only)."""
     layer, held = engine.stack[0], next(iter(engine.host), None)
     adapted = len(engine.layout.shapes) < sum(1 for _ in layer.parameters())
     base, kinds = getattr(inner, "base_model", None), MODEL_FOR_CAUSAL_LM_MAPPING
@@ -127,11 +129,12 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int)
     try:
         if known:
             return {"saved": saved_by_layer(inner, engine.layout.dtype, seq)}
-        row = split_rows(piece, 1)[0]
-        saved = saved_by(lambda: engine.forwards[0](row.hidden.detach(), *row.args, **row.kwargs), held.params.values())
+        part = split_rows(piece, engine.micro_batch)[0]
+        call = partial(engine.forwards[0], part.hidden.detach(), *part.args, **part.kwargs)
+        saved = saved_by(call, held.params.values())
     finally:
         for buffer, value in buffers:
             buffer.copy_(value)
         if held is not None:
             held.unbind()
-    return {"hidden": piece.hidden.shape[-1], "saved": saved // row.hidden.shape[:-1].numel()}
+    return {"hidden": piece.hidden.shape[-1], "saved": saved // part.hidden.shape[:-1].numel()}
