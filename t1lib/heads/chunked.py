@@ -66,7 +66,7 @@ def _chunk(length: int, by: str, chunks: int | None) -> int:
     return DEFAULT_COLUMNS if by == "vocabulary" and chunks is None else -(-length // (chunks or DEFAULT_CHUNKS))
 
 
-def bytes_needed(tokens: int, vocab: int, hidden: int, size: int, by: str, chunks: int | None) -> int:
+def bytes_held(tokens: int, vocab: int, hidden: int, size: int, by: str, chunks: int | None) -> int:
     """For the planner: bytes of the logits, and by vocabulary of dE's sum, for operands of `size` bytes per element."""
     wide = 4 * (size < 4)  # the logits in float32, if not in the gradients' memory
     if by == "vocabulary":

@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from t1lib.errors import require
-from t1lib.heads.chunked import bytes_needed as chunked_bytes
-from t1lib.heads.fused_plan import Device, Shape, bytes_needed, device_of, early_from, plan
+from t1lib.heads.chunked import bytes_held as chunked_bytes
+from t1lib.heads.fused_plan import bytes_held as fused_bytes
 from t1lib.models import layer_arguments, split
 
 MODES = ("gpu", "ckpt", "slide", "fsdp")  # the plainest first; fsdp in one process, with offload
@@ -52,7 +52,8 @@ class Work:
     attention: int = 0  # operations per token of a layer's forward without weights, at the rate of long rows
     graphed: bool = False  # whether layers that are streamed and recomputed run as CUDA graphs
     masters: bool = False  # whether 16-bit parameters have whole float32 masters
-    cuda: bool = True  # whether on a GPU: only there does state travel to the device
+    split: bool = False  # whether they have split ones; whole in layers of which the CPU updates a share
+    cuda: bool = True  # whether on a GPU: only there do plans let layers' state travel to the device
 
     @property
     def pieces(self) -> int:
@@ -156,7 +157,7 @@ def work_of(
         largest=max(p.nbytes for p in model.parameters()) // dtype.itemsize, vocabulary=vocabulary,
         # Two products, half of whose entries count, and more for the lower rate of short rows; windows are ignored.
         attention=2 * (seq + SHORT) * attention, graphed=cuda and micro_tokens <= launch_bound(numel),
-        masters="master" in state, cuda=cuda,
+        masters="master" in state, split="low" in state, cuda=cuda,
     )  # fmt: skip
 
 
@@ -201,7 +202,7 @@ def with_head(
               weight's gradient is made when these are freed
     chunked   per logit of a chunk: the logit in 16 bits and in 32, and its gradient. It takes over on a CPU
     torch     likewise, or later a copy of the gradients; its small chunks each read and write the weight's gradient
-    fused     what its plan within the workspace, or of so many chunks, needs; without chunks no more than full
+    fused     what its plan within the workspace, or of so many chunks, needs; within a workspace no more than full
     """
     tokens, vocabulary, size = work.live, work.vocabulary, work.itemsize
     count, held, moved = tokens * vocabulary, workspace or work.workspace, 1.5
@@ -216,16 +217,7 @@ def with_head(
         rows = max(2 ** (share - 1).bit_length() // 2, 1)  # of its chunks, a power of two
         held = max(8 * rows * vocabulary, (work.head + tokens * work.hidden) * size)
         moved = 2 * size * work.hidden / rows
-    elif size <= 4:  # as planned for this GPU, or for an H200 if there is none
-        device = device_of(torch.device("cuda")) if torch.cuda.is_available() else Device("hopper", 132)
-        dtype = torch.bfloat16 if size == 2 else torch.float32
-        shape = Shape(tokens, vocabulary, work.hidden, dtype, de=True, dw=True)
-        early = bool(chunks) or held >= early_from(tokens, vocabulary, work.hidden, size, cuda=True)
-        chosen = plan("early" if early else "late", shape, None if chunks else held, device, chunks)
-        need = bytes_needed(shape, chosen, early)
-        if tail is not None and device.kind == "hopper":
-            from t1lib.heads import fused_tail  # needs Triton
-
-            need = max(need, fused_tail.bytes_needed(shape, fused_tail.plan(shape, held, device.units)))
+    elif size <= 4:
+        need = fused_bytes(tokens, vocabulary, work.hidden, size, held, chunks, tail)
         held = need if chunks else min(held, need, 12 * count)
     return replace(work, workspace=held, logits=4 * count * (head == "full"), head_moves=moved)

@@ -52,6 +52,8 @@ def require_host_memory(engine: "Engine", choice: Choice | None) -> None:
     dtypes = engine.precision.state_dtypes(like, *engine.optimizer.rules())
     waits = not engine.in_backward or (choice is not None and choice.host_share > 0)  # whether gradients wait there
     each = sum(dtype.itemsize for dtype in dtypes.values()) + layout.dtype.itemsize * waits
+    if "low" in dtypes and choice is not None and choice.host_share < 1:
+        each += 2 * choice.host_share  # the CPU has whole masters, see `host_bytes`
     trained = sum(any(dict(layer.named_parameters())[n].requires_grad for n in layout.shapes) for layer in engine.stack)
     # Weights move layer by layer, so that only one layer's are held twice.
     need, free = layout.numel * (layout.dtype.itemsize + trained * each), host_available()

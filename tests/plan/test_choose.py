@@ -8,7 +8,7 @@ from refusals import refused
 from torch import nn
 
 from t1lib.models import build_model, layer_arguments, split
-from t1lib.optimizers import OptimizerSpec
+from t1lib.optimizers import MASTERS, OptimizerSpec
 from t1lib.plan import choose
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice, choice_of, device_bytes, host_bytes, reserved_bytes, step_ms, which_stay
@@ -123,6 +123,15 @@ def test_a_host_that_is_short_of_memory_leaves_more_on_the_device():
     assert step_ms(WORK, tight, H200) >= step_ms(WORK, free, H200)
     needs = [host_bytes(WORK, choose_plan(WORK, budget, host=limit)) for limit in (2**30, 1, None)]
     assert 2**30 < needs[0] == needs[1] <= needs[2]  # nothing fits: as little beyond as can be
+
+
+def test_layers_that_the_cpu_updates_beside_the_device_have_whole_masters():
+    shared = dataclasses.replace(SPLIT, together=True, split=True)
+    some, none, every = (host_bytes(shared, Choice(host_share=share)) for share in (0.25, 0.0, 1.0))
+    assert some - none == 7 * shared.layer * 2 and none == every
+    model = build_model("tiny")
+    kept = [work_of(model, OptimizerSpec("adamw", master_weights=m).state_dtypes, rows=1, seq=8) for m in MASTERS]
+    assert [(work.masters, work.split) for work in kept] == [(True, False), (False, True)]
 
 
 @pytest.mark.parametrize("tokens", [64, 1024])

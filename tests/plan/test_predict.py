@@ -13,14 +13,14 @@ from refusals import refused
 
 from t1lib import models
 from t1lib.files import read_signed
-from t1lib.heads import HEADS, linear_cross_entropy
+from t1lib.heads import HEADS, fused_plan, linear_cross_entropy
 from t1lib.heads.fused_plan import Device, Shape
 from t1lib.measure.probes import AllocatorTimeline
 from t1lib.measure.records import Records, numeric
 from t1lib.memory import GIB
 from t1lib.models import build_model, shape_only
 from t1lib.optimizers import OptimizerSpec
-from t1lib.plan import rates, work
+from t1lib.plan import rates
 from t1lib.plan.choose import Setting, predict, predict_point, recommended, work_for
 from t1lib.plan.cost import Choice, device_bytes, reserved_bytes
 from t1lib.plan.rates import H200, Machine
@@ -129,7 +129,7 @@ def test_without_a_budget_the_command_names_the_memory_that_is_free(command, bad
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (24 * GIB, 25 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    monkeypatch.setattr(work, "device_of", lambda _: Device("hopper", 132))
+    monkeypatch.setattr(fused_plan, "device_of", lambda _: Device("hopper", 132))
     out = command("plan", "--model", "qwen3-8b", "--seq", "16384")
     assert "--gpu-memory 24576MiB" in out.splitlines()[-2] and "this machine's rates" in out
 
