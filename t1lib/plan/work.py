@@ -192,7 +192,7 @@ def in_mode(work: Work, mode: str, head: str) -> Work:
 
 def with_head(
     work: Work, head: str, workspace: int | None = None, chunks: int | None = None, by: str = "sequence",
-    tail: str | None = None, **_: object,
+    tail: str | None = None, filter_eps: float | None = None, **_: object,
 ) -> Work:  # fmt: skip
     """The same work with an output layer, by the head's own options: the peak bytes that it holds beyond inputs and
     gradients, in place of the budget of head `fused` (`workspace`, if given); and the bytes that it moves per logit,
@@ -200,17 +200,18 @@ def with_head(
 
     full      per logit, in float32: the log-probability, its gradient, and the gradient before the softmax; the
               weight's gradient is made when these are freed
-    chunked   per logit of a chunk: the logit in 16 bits and in 32, and its gradient. It takes over on a CPU
+    chunked   per logit of a chunk: the logit in 16 bits and in 32, and its gradient
     torch     likewise, or later a copy of the gradients; its small chunks each read and write the weight's gradient
-    fused     what its plan within the workspace, or of so many chunks, needs; within a workspace no more than full
+    fused     what its plan in the workspace, or in so many chunks, needs, no more than full; on a CPU, others run
     """
+    if head == "fused" and not work.cuda:
+        head = "chunked" if filter_eps is None else "full"
     tokens, vocabulary, size = work.live, work.vocabulary, work.itemsize
     count, held, moved = tokens * vocabulary, workspace or work.workspace, 1.5
     if head == "full":
         held, moved = max(12 * count - work.head * size * (work.outer > 0), 0), 20.0
-    elif head == "chunked" or (head == "fused" and not work.cuda):
-        given = 1 if workspace else chunks  # with a workspace, as many as fit into it
-        need, moved = chunked_bytes(tokens, vocabulary, work.hidden, size, by, given), 10.5
+    elif head == "chunked":  # with a workspace, as large chunks as fit into it
+        need, moved = chunked_bytes(tokens, vocabulary, work.hidden, size, by, 1 if workspace else chunks), 10.5
         held = min(need, workspace or need)
     elif head == "torch":
         share = -(-tokens // -(-vocabulary // work.hidden))
@@ -218,6 +219,6 @@ def with_head(
         held = max(8 * rows * vocabulary, (work.head + tokens * work.hidden) * size)
         moved = 2 * size * work.hidden / rows
     elif size <= 4:
-        need = fused_bytes(tokens, vocabulary, work.hidden, size, held, chunks, tail)
-        held = need if chunks else min(held, need, 12 * count)
+        need = fused_bytes(tokens, vocabulary, work.hidden, size, held, chunks, tail, filter_eps is None)
+        held = min(need, need if chunks else held, 12 * count)
     return replace(work, workspace=held, logits=4 * count * (head == "full"), head_moves=moved)

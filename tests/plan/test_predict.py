@@ -77,6 +77,12 @@ def test_the_options_of_head_fused_decide_its_workspace():
     held = {n: with_head(asked, "fused", chunks=n).workspace for n in (1, 2, 4)}
     logits = 16384 * asked.vocabulary * 2
     assert all(logits / n < held[n] < 1.1 * logits / n for n in held)
+    late = with_head(asked, "fused", 2**30, filter_eps=1e-4).workspace  # its backward recomputes the logits
+    shape = Shape(16384, asked.vocabulary, asked.hidden, torch.bfloat16, de=True, dw=True)
+    found = fused_plan.plan("late", shape, 2**30, Device("hopper", 132))
+    assert late == fused_plan.bytes_needed(shape, found, False) != with_head(asked, "fused", 2**30).workspace
+    on_a_cpu = replace(asked, cuda=False)
+    assert with_head(on_a_cpu, "fused", filter_eps=1e-4).workspace == with_head(asked, "full").workspace
 
 
 def test_products_in_fp8_have_a_plan_of_their_own():
