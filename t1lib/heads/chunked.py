@@ -50,7 +50,7 @@ def chunked(
     require(opts.settings.filter_eps is None, "head 'chunked' has no filter_eps; heads that take it: full, fused")
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (e, w, b))
     workspace, length = opts.settings.workspace, len(opts.target) if by == "sequence" else opts.vocab
-    size = DEFAULT_COLUMNS if by == "vocabulary" and chunks is None else -(-length // (chunks or DEFAULT_CHUNKS))
+    size = _chunk(length, by, chunks)
     if workspace is not None:
         fixed, unit = _costs(e, opts, by, needs)
         options.need_workspace(workspace, fixed + unit, f"chunked by {by}")
@@ -59,6 +59,20 @@ def chunked(
     tensors = Tensors(e, w, target, b, opts.local_class_weight)
     loss, *stats = _Chunked.apply(*tensors, opts, by, max(1, min(length, size)), needs)
     return loss, opts.stats(*stats)
+
+
+def _chunk(length: int, by: str, chunks: int | None) -> int:
+    """Tokens, or columns, of a chunk."""
+    return DEFAULT_COLUMNS if by == "vocabulary" and chunks is None else -(-length // (chunks or DEFAULT_CHUNKS))
+
+
+def bytes_held(tokens: int, vocab: int, hidden: int, size: int, by: str, chunks: int | None) -> int:
+    """For the planner: bytes of the logits, and by vocabulary of dE's sum, for operands of `size` bytes per element."""
+    wide = 4 * (size < 4)  # the logits in float32, if not in the gradients' memory
+    if by == "vocabulary":
+        return tokens * (min(_chunk(vocab, by, chunks), vocab) * (size + wide) + 2 * 4 * hidden)
+    rows = _chunk(tokens, by, chunks)
+    return vocab * (wide * rows + size * min(PAIR * rows, tokens))
 
 
 def _costs(e: Tensor, opts: Options, by: str, needs: Needs) -> tuple[int, int]:

@@ -246,6 +246,25 @@ def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks
     return least
 
 
+def bytes_held(
+    tokens: int, vocab: int, hidden: int, size: int, workspace: int, chunks: int | None, tail: str | None,
+    early: bool = True,
+) -> int:  # fmt: skip
+    """For the planner: what both gradients need within a workspace, or in so many chunks, for operands of `size` bytes
+    per element; on this GPU or, if there is none, on an H200. early: whether the forward may compute the gradients.
+    Raises `T1Error` as `plan`."""
+    device = device_of(torch.device("cuda")) if torch.cuda.is_available() else Device("hopper", 132)
+    shape = Shape(tokens, vocab, hidden, torch.bfloat16 if size == 2 else torch.float32, de=True, dw=True)
+    early &= chunks is not None or workspace >= early_from(tokens, vocab, hidden, size, cuda=True)
+    chosen = plan("early" if early else "late", shape, None if chunks else workspace, device, chunks)
+    need = bytes_needed(shape, chosen, early)
+    if tail is None or device.kind != "hopper":
+        return need
+    from t1lib.heads import fused_tail  # needs Triton
+
+    return max(need, fused_tail.bytes_needed(shape, fused_tail.plan(shape, workspace, device.units)))
+
+
 class Packed(NamedTuple):
     """The operators' arguments besides tensors. Their schema has no names for these: it takes them as four lists."""
 

@@ -52,7 +52,7 @@ def choose_plan(
     work: Work, budget: int, machine: Machine = H200, host: int | None = None, or_least: bool = False
 ) -> Choice:
     """The fastest choice that reserves no more than `budget` bytes; among equally fast ones, the smallest. A larger
-    budget never gives a slower one. Raises `T1Error` if no choice fits, and names the least budget that works.
+    budget gives a slower one only if the host is short. Raises `T1Error` if none fits, and names the least that works.
 
     host       bytes that the host should hold at most; if every choice needs more, one that needs the least is taken
     or_least   if no choice fits, take the best one that fits into the least budget that works

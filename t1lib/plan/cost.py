@@ -163,11 +163,11 @@ class _OnDevice:
         layers = choice.resident * self.weights + self.trained_resident * work.layer * work.state + work.aside
         outside = self.outer + work.still * work.itemsize + work.outer * work.state * (choice.outer == "device")
         slots = choice.slots * (choice.resident < work.layers) + choice.grad_slots * (self.trained_streamed > 0)
-        pieces = 0  # of state that travels, with weights and gradients
-        if work.cuda and work.streams and (work.state > 0 or work.together):
-            each = work.state + (1 + work.together) * work.itemsize
-            travels = (self.trained_streamed > 0) & (choice.host_share < 1) | (choice.outer == "host")
-            pieces = min(PIECE, work.layer) * slots_for(each) * each * travels
+        # Pieces of state that travels, with weights and gradients.
+        each, guests = work.state + (1 + work.together) * work.itemsize, choice.outer == "host"
+        layers_travel = (self.trained_streamed > 0) & (choice.host_share < 1) & (work.state > 0 or work.together)
+        size = min(PIECE, max(work.layer, min(work.largest, work.outer) * guests))
+        pieces = size * slots_for(each) * each * (layers_travel | guests) * work.streams
         # Inputs and output of the layers' graphs, and cuBLAS's workspaces.
         graphs = (3 * work.micro_tokens * work.hidden * work.itemsize + SLACK) * (self.graphed > 0)
         return layers + outside + slots * self.weights + pieces + graphs + SLACK * work.cuda + 2 * self.hidden
@@ -214,7 +214,8 @@ def host_bytes(work: Work, choice: Choice) -> Any:
     """Bytes that the host holds: streamed layers with their state, waiting gradients, and what else is placed there."""
     streamed, trained = work.layers - choice.resident, trained_layers(work, choice)[1]
     waiting = trained - waiting_layers(work, choice) if work.together else trained * choice.host_share
-    held = work.layer * (streamed * work.itemsize + trained * work.state + waiting * work.itemsize)
+    whole = trained * choice.host_share * (choice.host_share < 1) * work.split * 2
+    held = work.layer * (streamed * work.itemsize + trained * work.state + waiting * work.itemsize + whole)
     outer = (work.outer + GATHERED * min(ROWS * work.hidden, work.outer)) * outer_bytes(work) * (choice.outer == "host")
     return held + outer + work.layers * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
 

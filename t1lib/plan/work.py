@@ -11,7 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from t1lib.errors import require
-from t1lib.heads.fused_plan import Device, Shape, bytes_needed, device_of, early_from, plan
+from t1lib.heads.chunked import bytes_held as chunked_bytes
+from t1lib.heads.fused_plan import bytes_held as fused_bytes
 from t1lib.models import layer_arguments, split
 
 MODES = ("gpu", "ckpt", "slide", "fsdp")  # the plainest first; fsdp in one process, with offload
@@ -27,7 +28,7 @@ class Work:
 
     layers: int
     layer: int  # parameters of a layer that stream, or stay as a whole
-    outer: int  # trained parameters outside the layers
+    outer: int  # trained parameters outside the layers, of the layers' dtype
     hidden: int  # width of a layer's input
     itemsize: int  # bytes of a weight, and of an activation
     saved: int  # bytes per token that a layer's backward needs beyond its weights
@@ -39,9 +40,9 @@ class Work:
     accumulates: bool = False  # whether gradients of earlier backwards may be there when a streamed step begins
     streams: bool = True  # whether layers run one at a time, as in mode slide, each on the whole batch
     frozen: int = 0  # layers that are not trained; the first ones
-    aside: int = 0  # bytes that layers never stream, such as adapters, with gradients and state
+    aside: int = 0  # bytes that never leave the device: buffers; adapters and others, with gradients and state
     inner: int = 0  # width of a layer's widest activation
-    still: int = 0  # frozen parameters outside the layers
+    still: int = 0  # frozen parameters outside the layers, of the layers' dtype
     head: int = 0  # parameters of the output layer, if the loss uses it
     tied: int = 0  # of them, those that are also the embedding's, and trained
     largest: int = 0  # elements of the largest parameter
@@ -51,7 +52,8 @@ class Work:
     attention: int = 0  # operations per token of a layer's forward without weights, at the rate of long rows
     graphed: bool = False  # whether layers that are streamed and recomputed run as CUDA graphs
     masters: bool = False  # whether 16-bit parameters have whole float32 masters
-    cuda: bool = True  # whether on a GPU: only there does state travel to the device
+    split: bool = False  # whether they have split ones; whole in layers of which the CPU updates a share
+    cuda: bool = True  # whether on a GPU: only there do plans let layers' state travel to the device
 
     @property
     def pieces(self) -> int:
@@ -135,9 +137,13 @@ def work_of(
     streams, aside, frozen = _streaming(layers, trained, dtypes_of)
     numel, dtype, state = _count(streams), streams[0].dtype, dtypes_of(streams[0])
     outside = {*model.parameters()} - {p for layer in layers for p in layer.parameters()}
+    foreign = {p for p in outside if p.dtype != dtype or not p.is_contiguous()}  # never travel
+    aside += _held(foreign, trained, dtypes_of) + sum(buffer.nbytes for buffer in model.buffers())
+    outside -= foreign
     output = getattr(model, "get_output_embeddings", lambda: None)()
     vocabulary, width = (0, 0) if output is None else output.weight.shape
-    tied = output is not None and output.weight is model.get_input_embeddings().weight and output.weight in trained
+    both = output is not None and output.weight is model.get_input_embeddings().weight and output.weight in trained
+    tied = output.weight.nbytes // dtype.itemsize if both else 0
     micro_tokens = min(micro_batch or rows, rows) * seq
     heads = getattr(config, "num_attention_heads", 0)  # none in a model without such a configuration
     attention = heads and heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -146,12 +152,12 @@ def work_of(
         itemsize=dtype.itemsize, saved=saved_bytes(config, dtype, seq) if saved is None else saved,
         state=sum(kind.itemsize for kind in state.values()), tokens=rows * seq, micro_tokens=micro_tokens,
         workspace=workspace * (output is not None), together=together, accumulates=accumulates, frozen=frozen,
-        aside=aside, inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() == 2), default=0),
-        still=_count(outside - trained), head=vocabulary * width, tied=vocabulary * width * tied,
-        largest=max(p.numel() for p in model.parameters()), vocabulary=vocabulary,
+        aside=aside, inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() > 1), default=0),
+        still=_count(outside - trained), head=vocabulary * width, tied=tied,
+        largest=max(p.nbytes for p in model.parameters()) // dtype.itemsize, vocabulary=vocabulary,
         # Two products, half of whose entries count, and more for the lower rate of short rows; windows are ignored.
         attention=2 * (seq + SHORT) * attention, graphed=cuda and micro_tokens <= launch_bound(numel),
-        masters="master" in state, cuda=cuda,
+        masters="master" in state, split="low" in state, cuda=cuda,
     )  # fmt: skip
 
 
@@ -163,10 +169,14 @@ def _streaming(layers: Sequence[nn.Module], trained: set[nn.Parameter], dtypes_o
         sides = [[p for p in layer.parameters() if (p in trained) == side] for side in (True, False)]
         few, many = sorted(sides, key=lambda side: sum(p.nbytes for p in side))
         frozen += many is sides[1]
-        aside += sum(p.nbytes for p in few)
-        for p in trained.intersection(few):
-            aside += p.nbytes + p.numel() * sum(dtype.itemsize for dtype in dtypes_of(p).values())
+        aside += _held(few, trained, dtypes_of)
     return many, aside, frozen
+
+
+def _held(params: Iterable[nn.Parameter], trained: set[nn.Parameter], dtypes_of: DtypesOf) -> int:
+    """Bytes of parameters and, for trained ones, of gradients and state."""
+    of_trained = ((p.nbytes, *(p.numel() * t.itemsize for t in dtypes_of(p).values())) for p in trained & {*params})
+    return sum(p.nbytes for p in params) + sum(map(sum, of_trained))
 
 
 def _count(params: Iterable[nn.Parameter]) -> int:
@@ -180,33 +190,35 @@ def in_mode(work: Work, mode: str, head: str) -> Work:
     return with_head(replace(work, streams=streams, together=together, graphed=graphed), head)
 
 
-def with_head(work: Work, head: str) -> Work:
-    """The same work with an output layer: the peak bytes that it holds beyond inputs and gradients, in place of the
-    budget of head `fused`; and the bytes that it moves per logit, beside the products (by notebook cce). Raises
-    `T1Error` for a workspace that is too small for head `fused`.
+def with_head(
+    work: Work, head: str, workspace: int | None = None, chunks: int | None = None, by: str = "sequence",
+    tail: str | None = None, filter_eps: float | None = None, **_: object,
+) -> Work:  # fmt: skip
+    """The same work with an output layer, by the head's own options: the peak bytes that it holds beyond inputs and
+    gradients, in place of the budget of head `fused` (`workspace`, if given); and the bytes that it moves per logit,
+    beside the products (by notebook cce). Raises `T1Error` for a workspace that is too small for head `fused`.
 
     full      per logit, in float32: the log-probability, its gradient, and the gradient before the softmax; the
               weight's gradient is made when these are freed
     chunked   per logit of a chunk: the logit in 16 bits and in 32, and its gradient
     torch     likewise, or later a copy of the gradients; its small chunks each read and write the weight's gradient
-    fused     what its plan within the workspace needs, no more than full (less if `chunked` runs in its place)
+    fused     what its plan in the workspace, or in so many chunks, needs, no more than full; on a CPU, others run
     """
+    if head == "fused" and not work.cuda:
+        head = "chunked" if filter_eps is None else "full"
     tokens, vocabulary, size = work.live, work.vocabulary, work.itemsize
-    count, held, moved = tokens * vocabulary, work.workspace, 1.5
+    count, held, moved = tokens * vocabulary, workspace or work.workspace, 1.5
     if head == "full":
         held, moved = max(12 * count - work.head * size * (work.outer > 0), 0), 20.0
-    elif head == "chunked":
-        held, moved = count, 10.5  # of eight chunks
+    elif head == "chunked":  # with a workspace, as large chunks as fit into it
+        need, moved = chunked_bytes(tokens, vocabulary, work.hidden, size, by, 1 if workspace else chunks), 10.5
+        held = min(need, workspace or need)
     elif head == "torch":
         share = -(-tokens // -(-vocabulary // work.hidden))
         rows = max(2 ** (share - 1).bit_length() // 2, 1)  # of its chunks, a power of two
         held = max(8 * rows * vocabulary, (work.head + tokens * work.hidden) * size)
         moved = 2 * size * work.hidden / rows
-    elif size <= 4:  # as planned for this GPU, or for an H200 if there is none
-        device = device_of(torch.device("cuda")) if torch.cuda.is_available() else Device("hopper", 132)
-        dtype = torch.bfloat16 if size == 2 else torch.float32
-        shape = Shape(tokens, vocabulary, work.hidden, dtype, de=True, dw=True)
-        early = held >= early_from(tokens, vocabulary, work.hidden, size, cuda=True)
-        chosen = plan("early" if early else "late", shape, held, device)
-        held = min(held, bytes_needed(shape, chosen, early), 12 * count)
+    elif size <= 4:
+        need = fused_bytes(tokens, vocabulary, work.hidden, size, held, chunks, tail, filter_eps is None)
+        held = min(need, need if chunks else held, 12 * count)
     return replace(work, workspace=held, logits=4 * count * (head == "full"), head_moves=moved)

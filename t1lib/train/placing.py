@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from t1lib.errors import choose, is_number, is_whole, require, shown
-from t1lib.heads import parse_bytes
+from t1lib.heads import DEFAULT_HEAD, parse_bytes
 from t1lib.heads.fused_plan import DEFAULT_WORKSPACE
+from t1lib.heads.options import Settings, check_chunks
 from t1lib.memory import GIB, host_available
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice
@@ -50,6 +52,8 @@ def require_host_memory(engine: "Engine", choice: Choice | None) -> None:
     dtypes = engine.precision.state_dtypes(like, *engine.optimizer.rules())
     waits = not engine.in_backward or (choice is not None and choice.host_share > 0)  # whether gradients wait there
     each = sum(dtype.itemsize for dtype in dtypes.values()) + layout.dtype.itemsize * waits
+    if "low" in dtypes and choice is not None and choice.host_share < 1:
+        each += 2 * choice.host_share  # the CPU has whole masters, see `host_bytes`
     trained = sum(any(dict(layer.named_parameters())[n].requires_grad for n in layout.shapes) for layer in engine.stack)
     # Weights move layer by layer, so that only one layer's are held twice.
     need, free = layout.numel * (layout.dtype.itemsize + trained * each), host_available()
@@ -83,14 +87,17 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
     inner = engine.model.get_base_model() if hasattr(engine.model, "get_base_model") else engine.model
     groups = engine.optimizer.param_groups
     trained = [p for g in groups for p in g["params"] if p.requires_grad]
-    patches = [m._t1_head["options"] for m in engine.model.modules() if hasattr(m, "_t1_head")]
-    head = engine.head or ({"head": "fused"} | patches[0] if patches else {"head": "full"})
-    workspace = parse_bytes(head.get("workspace") or DEFAULT_WORKSPACE)
+    found = [m._t1_head for m in engine.model.modules() if hasattr(m, "_t1_head")]
+    patches = [patch["options"] for patch in found if patch["active"]]
+    head = dict(engine.head or ({"head": DEFAULT_HEAD} | patches[0] if patches else {"head": "full"}))
+    if head.get("workspace") is not None:
+        head["workspace"] = parse_bytes(head["workspace"])
+    check_chunks(head.get("chunks"), Settings(workspace=head.get("workspace")))
     drawn_from = [engine.device] if engine.device.type == "cuda" else []
     with torch.random.fork_rng(drawn_from):  # running a layer to see what it saves must not change dropout's draws
         work = work_of(
             inner, lambda p: engine.precision.state_dtypes(p, *groups), rows=rows, seq=seq,
-            micro_batch=engine.micro_batch, workspace=workspace, together=not engine.in_backward,
+            micro_batch=engine.micro_batch, workspace=DEFAULT_WORKSPACE, together=not engine.in_backward,
             layers=engine.stack, trained=trained, cuda=engine.device.type == "cuda",
             accumulates=engine.accumulate, **_measured(engine, piece, inner, seq),
         )  # fmt: skip
@@ -98,13 +105,14 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
         return work
     own = not patches and engine.head is None  # a model's own loss returns its logits, too
     given = work.tokens * work.vocabulary * work.itemsize * own
-    work = with_head(work, head["head"])
+    work = with_head(work, **head)
     return replace(work, workspace=work.workspace + given)
 
 
 def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int) -> dict[str, int]:
     """Arguments `hidden` and `saved` of `work_of` (width, bytes per token) if the configuration does not tell: measured
-    by running a layer on one row or, for a decoder of transformers with adapters, on short rows (`saved` only)."""
+    by running a layer on as many rows as it computes at a time or, for a decoder of transformers with adapters, on
+    short ones (`saved` only)."""
     layer, held = engine.stack[0], next(iter(engine.host), None)
     adapted = len(engine.layout.shapes) < sum(1 for _ in layer.parameters())
     base, kinds = getattr(inner, "base_model", None), MODEL_FOR_CAUSAL_LM_MAPPING
@@ -123,11 +131,12 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int)
     try:
         if known:
             return {"saved": saved_by_layer(inner, engine.layout.dtype, seq)}
-        row = split_rows(piece, 1)[0]
-        saved = saved_by(lambda: engine.forwards[0](row.hidden.detach(), *row.args, **row.kwargs), held.params.values())
+        part = split_rows(piece, engine.micro_batch)[0]
+        call = partial(engine.forwards[0], part.hidden.detach(), *part.args, **part.kwargs)
+        saved = saved_by(call, held.params.values())
     finally:
         for buffer, value in buffers:
             buffer.copy_(value)
         if held is not None:
             held.unbind()
-    return {"hidden": piece.hidden.shape[-1], "saved": saved // row.hidden.shape[:-1].numel()}
+    return {"hidden": piece.hidden.shape[-1], "saved": saved // part.hidden.shape[:-1].numel()}

@@ -199,15 +199,14 @@ def _torchs(
     # On the CPU, PyTorch's fused SGD (2.11, 2.13) leaves 16-bit tensors of 32 or more elements unchanged.
     if any(w.dtype.itemsize == 2 and w.device.type == "cpu" for w in weights):
         common["fused"] = False
-    fresh = count == 1  # then PyTorch makes the buffer of the gradient, without dampening
-    buffers = [None if fresh else s.get("momentum_buffer") for s in states]
+    buffers, fresh = [s.get("momentum_buffer") for s in states], count == 1
+    for buffer in buffers if fresh else ():  # PyTorch would make it of the gradient, without dampening, as −0 + g is g
+        if buffer is not None:
+            buffer.fill_(-0.0)
     sgd(
-        weights, grads, buffers, momentum=rule["momentum"], dampening=rule["dampening"], nesterov=rule["nesterov"],
-        **common,
+        weights, grads, buffers, momentum=rule["momentum"], dampening=0 if fresh else rule["dampening"],
+        nesterov=rule["nesterov"], **common,
     )  # fmt: skip
-    for state, buffer in zip(states, buffers, strict=True):
-        if fresh and buffer is not None:
-            state["momentum_buffer"].copy_(buffer)
 
 
 def _wide(

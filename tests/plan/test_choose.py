@@ -8,7 +8,7 @@ from refusals import refused
 from torch import nn
 
 from t1lib.models import build_model, layer_arguments, split
-from t1lib.optimizers import OptimizerSpec
+from t1lib.optimizers import MASTERS, OptimizerSpec
 from t1lib.plan import choose
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice, choice_of, device_bytes, host_bytes, reserved_bytes, step_ms, which_stay
@@ -77,8 +77,8 @@ def test_frozen_layers_need_no_state_no_gradients_and_no_updates():
 
 def test_what_is_trained_and_what_streams_follow_from_the_parameters():
     model = build_model("tiny")
-    full = work_of(model, DTYPES, rows=1, seq=8)
-    assert (full.outer, full.still, full.head, full.frozen, full.aside) == (64 + 512 * 64, 0, 512 * 64, 0, 0)
+    full, buffers = work_of(model, DTYPES, rows=1, seq=8), sum(buffer.nbytes for buffer in model.buffers())
+    assert (full.outer, full.still, full.head, full.frozen, full.aside) == (64 + 512 * 64, 0, 512 * 64, 0, buffers)
     for p in model.model.embed_tokens.parameters():
         p.requires_grad_(False)
     own = work_of(model.model, DTYPES, rows=1, seq=8, layers=model.model.layers)  # whose loss needs no logits
@@ -90,9 +90,29 @@ def test_what_is_trained_and_what_streams_follow_from_the_parameters():
         layer.extra = nn.Linear(4, 2, bias=False)
     adapted = work_of(model, DTYPES, rows=1, seq=8)
     adapters = 8 * (4 + 4 + 8)
-    assert (adapted.frozen, adapted.aside, adapted.layer) == (3, 3 * adapters, full.layer + 8)
+    assert (adapted.frozen, adapted.aside, adapted.layer) == (3, buffers + 3 * adapters, full.layer + 8)
     lora = work_of(model, DTYPES, rows=1, seq=8, trained={layer.extra.weight for layer in model.model.layers})
-    assert (lora.frozen, lora.aside, lora.layer, lora.outer) == (4, 4 * adapters, full.layer, 0)
+    assert (lora.frozen, lora.aside, lora.layer, lora.outer) == (4, buffers + 4 * adapters, full.layer, 0)
+
+
+def test_buffers_and_what_has_another_dtype_than_the_layers_stay_on_the_device():
+    model = build_model("tiny", tie_word_embeddings=False)
+    plain, table = work_of(model, DTYPES, rows=1, seq=8), model.model.embed_tokens.float().weight
+    trained = work_of(model, DTYPES, rows=1, seq=8)
+    assert (trained.outer, trained.aside - plain.aside) == (plain.outer - table.numel(), 4 * table.nbytes)
+    assert trained.largest == 2 * table.numel()
+    model.model.embed_tokens.requires_grad_(False)
+    model.register_buffer("extra", torch.zeros(100))
+    frozen = work_of(model, DTYPES, rows=1, seq=8)
+    assert (frozen.still, frozen.aside - plain.aside) == (0, table.nbytes + 400)
+
+
+@pytest.mark.parametrize("shape", [(96, 8, 3), (4, 8, 96)], ids=["convolution", "experts"])
+def test_layers_may_be_widest_in_three_dimensions(shape):
+    layer = nn.Linear(8, 8)
+    layer.wide = nn.Parameter(torch.zeros(shape))
+    options = {"rows": 1, "seq": 8, "layers": [layer], "hidden": 8, "saved": 0}
+    assert work_of(nn.Sequential(layer), DTYPES, **options).inner == 96
 
 
 def test_a_host_that_is_short_of_memory_leaves_more_on_the_device():
@@ -103,6 +123,15 @@ def test_a_host_that_is_short_of_memory_leaves_more_on_the_device():
     assert step_ms(WORK, tight, H200) >= step_ms(WORK, free, H200)
     needs = [host_bytes(WORK, choose_plan(WORK, budget, host=limit)) for limit in (2**30, 1, None)]
     assert 2**30 < needs[0] == needs[1] <= needs[2]  # nothing fits: as little beyond as can be
+
+
+def test_layers_that_the_cpu_updates_beside_the_device_have_whole_masters():
+    shared = dataclasses.replace(SPLIT, together=True, split=True)
+    some, none, every = (host_bytes(shared, Choice(host_share=share)) for share in (0.25, 0.0, 1.0))
+    assert some - none == 7 * shared.layer * 2 and none == every
+    model = build_model("tiny")
+    kept = [work_of(model, OptimizerSpec("adamw", master_weights=m).state_dtypes, rows=1, seq=8) for m in MASTERS]
+    assert [(work.masters, work.split) for work in kept] == [(True, False), (False, True)]
 
 
 @pytest.mark.parametrize("tokens", [64, 1024])

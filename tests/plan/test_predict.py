@@ -13,13 +13,14 @@ from refusals import refused
 
 from t1lib import models
 from t1lib.files import read_signed
-from t1lib.heads import HEADS
-from t1lib.heads.fused_plan import Device
+from t1lib.heads import HEADS, fused_plan, linear_cross_entropy
+from t1lib.heads.fused_plan import Device, Shape
+from t1lib.measure.probes import AllocatorTimeline
 from t1lib.measure.records import Records, numeric
 from t1lib.memory import GIB
-from t1lib.models import shape_only
+from t1lib.models import build_model, shape_only
 from t1lib.optimizers import OptimizerSpec
-from t1lib.plan import rates, work
+from t1lib.plan import rates
 from t1lib.plan.choose import Setting, predict, predict_point, recommended, work_for
 from t1lib.plan.cost import Choice, device_bytes, reserved_bytes
 from t1lib.plan.rates import H200, Machine
@@ -52,6 +53,44 @@ def test_heads_workspaces_are_those_that_were_measured():
     found = with_head(asked, "torch")
     assert found.workspace / 2**20 == pytest.approx(1163, rel=0.01)
     assert found.head_moves * 8192 * 256000 / H200.memory * 1e3 == pytest.approx(244 - 42, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{}, {"chunks": 1}, {"chunks": 3}, {"workspace": 2**23}, {"by": "vocabulary", "chunks": 2}, {"by": "vocabulary"}],
+    ids=str,
+)
+def test_the_options_of_a_head_decide_its_workspace(own):
+    """Beyond it, the measured bytes have gradients (the weight's and two of the input's size) and small vectors."""
+    model = build_model("tiny", dtype=torch.float32, vocab_size=16384)
+    asked = work_of(model, OptimizerSpec("sgd").state_dtypes, rows=1, seq=256, workspace=2**29)
+    e, w = torch.randn(256, asked.hidden, requires_grad=True), model.lm_head.weight
+    with AllocatorTimeline(torch.device("cpu"), 0) as timeline:
+        linear_cross_entropy(e, w, torch.zeros(256, dtype=torch.int64), head="chunked", **own).backward()
+    least = with_head(asked, "chunked", **own).workspace
+    assert 0 <= timeline.peak - w.nbytes - least <= 2 * e.nbytes + 2**19
+    assert with_head(replace(asked, cuda=False), "fused", **own).workspace == least  # which takes over on a CPU
+
+
+def test_the_options_of_head_fused_decide_its_workspace():
+    asked = work_of(shape_only("qwen3-1.7b", torch.bfloat16), OptimizerSpec("adamw").state_dtypes, rows=16, seq=1024)
+    held = {n: with_head(asked, "fused", chunks=n).workspace for n in (1, 2, 4)}
+    logits = 16384 * asked.vocabulary * 2
+    assert all(logits / n < held[n] < 1.1 * logits / n for n in held)
+    late = with_head(asked, "fused", 2**30, filter_eps=1e-4).workspace  # its backward recomputes the logits
+    shape = Shape(16384, asked.vocabulary, asked.hidden, torch.bfloat16, de=True, dw=True)
+    found = fused_plan.plan("late", shape, 2**30, Device("hopper", 132))
+    assert late == fused_plan.bytes_needed(shape, found, False) != with_head(asked, "fused", 2**30).workspace
+    on_a_cpu = replace(asked, cuda=False)
+    assert with_head(on_a_cpu, "fused", filter_eps=1e-4).workspace == with_head(asked, "full").workspace
+
+
+def test_products_in_fp8_have_a_plan_of_their_own():
+    fused_tail = pytest.importorskip("t1lib.heads.fused_tail")
+    asked = work_of(shape_only("qwen3-1.7b", torch.bfloat16), OptimizerSpec("adamw").state_dtypes, rows=16, seq=1024)
+    shape, budget = Shape(16384, asked.vocabulary, asked.hidden, torch.bfloat16, de=True, dw=True), 2**30
+    plain, tail = (with_head(asked, "fused", budget, tail=tail).workspace for tail in (None, "fp8"))
+    assert plain < tail == fused_tail.bytes_needed(shape, fused_tail.plan(shape, budget, 132)) <= budget
 
 
 def test_a_workspace_that_is_too_small_for_the_head_is_why_that_alone_does_not_fit(command):
@@ -96,7 +135,7 @@ def test_without_a_budget_the_command_names_the_memory_that_is_free(command, bad
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (24 * GIB, 25 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    monkeypatch.setattr(work, "device_of", lambda _: Device("hopper", 132))
+    monkeypatch.setattr(fused_plan, "device_of", lambda _: Device("hopper", 132))
     out = command("plan", "--model", "qwen3-8b", "--seq", "16384")
     assert "--gpu-memory 24576MiB" in out.splitlines()[-2] and "this machine's rates" in out
 

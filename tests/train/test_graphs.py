@@ -5,12 +5,14 @@ from functools import partial
 import pytest
 import torch
 from stream_cases import in_pieces, streaming
-from stream_loops import adamw, own_clip, train
-from stream_models import adapted, data, layers_of, llama
+from stream_loops import adamw, own_clip, sgd, train
+from stream_models import SHAPE, adapted, data, layers_of, llama, made
 from torch import nn
+from transformers import LlamaConfig
 
-from t1lib.heads import patch_head
-from t1lib.plan.cost import Choice
+from t1lib.heads import patch_head, unpatch_head
+from t1lib.measure.probes import storage_bytes
+from t1lib.plan.cost import Choice, device_bytes
 from t1lib.train import placing
 from t1lib.train.graphs import LayerGraphs
 
@@ -72,3 +74,36 @@ def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
     plain, with_adapters, _ = (work.saved for work in seen)
     own = sum(m.lora_A["default"].in_features * 4 for m in layers_of(model)[0].modules() if hasattr(m, "lora_A"))
     assert plain + own <= with_adapters <= plain + 2.5 * own
+
+
+def test_a_budget_counts_the_head_with_its_options(monkeypatch):
+    """That of `patch_head`, unless it was undone; or of the argument `head`."""
+    seen, own = [], {"head": "chunked", "chunks": 1}
+    monkeypatch.setattr(placing, "choose_plan", lambda work, *rest: seen.append(work.workspace) or Choice())
+    wrapped = patch_head(llama(), **own)
+    wrapped.forward = partial(wrapped.forward)  # stays when the patch is undone
+    for model, head in [
+        (llama(), None), (unpatch_head(wrapped), None), (patch_head(llama(), **own), None), (llama(), own),
+        (patch_head(llama()), None),
+    ]:  # fmt: skip
+        with streaming(model, gpu_memory="1GiB", plan_for=(2, 6), head=head):
+            pass
+    full, undone, patched, given, eight = seen
+    assert full == undone and patched == given > eight
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(
+    "make, options",
+    [(adamw, {}), (sgd, {"update_in_backward": True}), (partial(sgd, momentum=0.0), {"update_in_backward": True})],
+    ids=["clipped", "at once", "without state"],
+)
+def test_a_plan_counts_the_pieces_in_which_state_travels(make, options, wide):
+    """Also those of an embedding and a head that are larger than a layer."""
+    model = made(LlamaConfig(**SHAPE | {"vocab_size": 4000 if wide else 61}))
+    with streaming(model, make(model), choice=Choice(host_share=1.0, outer="host"), **options) as (streamed, own):
+        train(streamed, own, data(1))
+        own.drain()
+        work = placing.work_in(own._engine, None, *data(1)[0]["input_ids"].shape)
+        held, planned = storage_bytes(own.device_tensors()), device_bytes(work, own._engine.choice)
+        assert held <= planned <= 1.2 * held

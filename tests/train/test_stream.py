@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import stream_models
 import torch
 from stream_cases import Masters, case, compare, masters, pieces, streaming
 from stream_loops import adamw, evaluated, grouped, model_loss, own_clip, sgd, torch_clip, train, two_forwards
@@ -43,9 +44,23 @@ class Placed(nn.Embedding):
         return super().forward(torch.arange(ids.shape[1])) + self.tokens(input=ids)
 
 
+class FlatMask(stream_models.Block):
+    """Its mask is (rows · heads, tokens, tokens)."""
+
+    def forward(self, hidden: Tensor, mask: Tensor, *, scale: float) -> Tensor:
+        return super().forward(hidden, mask.view(len(hidden), -1, *mask.shape[1:]), scale=scale)
+
+
+def flatten_masks(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.__class__ = FlatMask
+        block.register_forward_pre_hook(lambda _, given: (given[0], given[1].repeat(len(given[0]) * 4, 1, 1)))
+
+
 # Every forward changes buffers, on which the next one depends.
 spectral = partial(changed, blocks, lambda m: [parametrizations.spectral_norm(block.up) for block in m.blocks])
 placed = partial(changed, blocks, lambda m: setattr(m, "embed", Placed(m.embed)))
+masked_by_head = partial(changed, blocks, flatten_masks)
 sparse = partial(changed, blocks, lambda m: setattr(m.embed, "sparse", True))  # gradients of its embedding are
 
 
@@ -156,6 +171,7 @@ CASES: dict[str, dict[str, Any]] = {
     # which `make_trainer` refuses; here the loss is the model's own
     "a model that scales its logits, with a budget": case(GRANITE, gpu_memory="1GiB"),
     "other names of a model's parts, with a budget": case(NEOX, gpu_memory="1GiB"),
+    "a mask that is not cut by rows, with a budget": case(masked_by_head, gpu_memory="1GiB"),
     "adapters of the output layer, with a budget": case(
         partial(adapted, dropout=0.0, base=llama, target_modules=["q_proj", "lm_head"]), gpu_memory="1GiB"
     ),

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from transformers import MixtralConfig
 
 from t1lib.plan.cost import Choice
-from t1lib.train import stream
+from t1lib.train import placing, stream
 
 BATCHES = data(4)
 SQUARE = {name: value[:, :4] for name, value in BATCHES[0].items()}  # as many rows as tokens
@@ -117,6 +117,17 @@ def test_what_layers_return_and_take():
         for layer in (unplanned.blocks[0], model.blocks[0]):
             refused(partial(layer, hidden, needy), "layer 0 is given an argument that needs a gradient")
             refused(partial(layer, hidden, scale=needy), "layer 0 is given an argument that needs a gradient")
+
+
+def test_a_host_without_room_for_the_whole_masters_of_layers_that_the_cpu_updates(monkeypatch):
+    numel = sum(p.numel() for p in layers_of(llama())[0].parameters())
+    room = 1.04 * numel * (2 + SHAPE["num_hidden_layers"] * (8 + 2 + 2))  # weights; moments, split masters, gradients
+    monkeypatch.setattr(placing, "host_available", lambda: room)
+    for share in (0.0, 1.0):
+        with streaming(llama(torch.bfloat16), master_weights="split", choice=Choice(host_share=share)):
+            pass
+    options = {"master_weights": "split", "choice": Choice(host_share=0.5)}
+    refused(lambda: streamed_with(llama(torch.bfloat16), **options), "the host has")
 
 
 def test_a_budget_that_is_too_small_for_the_first_batch():

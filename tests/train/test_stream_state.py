@@ -25,10 +25,12 @@ from stream_loops import adamw, grouped, model_loss, own_clip, sgd, train
 from stream_models import blocks, data, last_hidden, llama, qwen3
 from torch import Tensor, nn
 
+from t1lib.measure.probes import AllocatorTimeline
 from t1lib.plan.cost import Choice
 from t1lib.train import activations, stream
 from t1lib.train.schedule import Schedule
 from t1lib.train.travel import Travel
+from t1lib.train.update import update
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
@@ -427,3 +429,21 @@ def test_gradients_that_are_zeroed_need_none_themselves():
             param.grad.add_(param * 0.1)
         own.zero_grad(set_to_none=False)
         assert not any(param.grad.requires_grad or param.grad.any() for param in params)
+
+
+@pytest.mark.parametrize("kind", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_the_first_update_with_momentum_has_pytorchs_bits_and_takes_no_second_buffer(kind):
+    """Also of a gradient of −0."""
+    rule = {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.0} | kind
+    weight, grad = nn.Parameter(torch.randn(2**16)), torch.randn(2**16)
+    grad[:8] = -0.0
+    plain, state = nn.Parameter(weight.detach().clone()), {"momentum_buffer": torch.zeros(2**16)}
+    reference = torch.optim.SGD([plain], **rule)
+    for count in (1, 2):
+        plain.grad = grad.clone()
+        reference.step()
+        with AllocatorTimeline(torch.device("cpu"), 0) as timeline:
+            update([weight.data], [grad], [state], reference.param_groups[0], count)
+        assert timeline.peak < grad.nbytes / 2
+        pairs = (weight, plain), (state["momentum_buffer"], reference.state[plain]["momentum_buffer"])
+        assert all(torch.equal(*(t.detach().view(torch.int32) for t in pair)) for pair in pairs)
