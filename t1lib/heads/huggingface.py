@@ -150,12 +150,17 @@ def _linears(lm: nn.Module, layer: nn.Module | None) -> list[nn.Linear]:
     linears = [layer.original_module, *layer.modules_to_save.values()] if peft else [layer]
     for linear in linears:
         plain = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
-        plain &= "forward" not in linear.__dict__ or hasattr(linear, "_hf_hook")  # accelerate's only moves tensors
+        hook = getattr(linear, "_hf_hook", None)
+        moves = all(type(h).__module__.startswith("accelerate.") for h in getattr(hook, "hooks", [hook]))
+        plain &= "forward" not in linear.__dict__ or moves  # accelerate's own hooks only move tensors
         kind = f"{type(linear).__module__}.{type(linear).__name__}"
         require(plain, f"{name}'s output layer is a {kind} that may do more than a product; allowed: a plain nn.Linear")
-        hooks = (linear._forward_hooks | linear._backward_hooks | linear._backward_pre_hooks).values()
-        hooks = [h for h in hooks if not getattr(h, "__module__", "").startswith(("torch.distributed.", "deepspeed."))]
-        require(not hooks, f"{name}'s output layer has a hook, which would see a loss in place of logits")
+    kinds = ("forward_hooks", "backward_hooks", "backward_pre_hooks")
+    found = [vars(module)[f"_{kind}"] for module in {layer, *linears} for kind in kinds]
+    found += [getattr(nn.modules.module, f"_global_{kind}") for kind in kinds]  # those of every module
+    allowed = ("torch.distributed.", "torch.utils.", "deepspeed.")
+    hooks = [h for hooks in found for h in hooks.values() if not getattr(h, "__module__", "").startswith(allowed)]
+    require(not hooks, f"{name}'s output layer has a hook, which would see a loss in place of logits")
     return linears
 
 

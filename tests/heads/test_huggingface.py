@@ -232,6 +232,9 @@ def test_an_adapter_on_the_output_layer_is_refused():
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(target_modules=["lm_head"])
     refused(lambda: patch_head(peft.get_peft_model(build("Llama"), adapter)), "lora", "Linear")
+    copied = peft.get_peft_model(build("Llama"), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    copied.get_output_embeddings().register_forward_hook(lambda module, inputs, output: 2 * output)
+    refused(lambda: patch_head(copied), "a hook")
     late = peft.get_peft_model(patch_head(build("Llama")), adapter)
     refused(lambda: late(**batch()), "lora", "Linear")
     assert late(input_ids=batch()["input_ids"]).logits is not None
@@ -258,6 +261,15 @@ def called(change) -> None:
     model(**batch())
 
 
+def with_a_hook_on_every_module() -> None:
+    model = patch_head(build("Llama"))
+    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+    try:
+        model(**batch())
+    finally:
+        handle.remove()
+
+
 class Own(nn.Linear):
     def forward(self, hidden):
         return 2 * super().forward(hidden)
@@ -269,6 +281,7 @@ OUTPUT_LAYERS = {
     "a hook": lambda lm: lm.lm_head.register_forward_hook(lambda module, inputs, output: 2 * output),
     "hook, which": lambda lm: lm.lm_head.register_full_backward_pre_hook(lambda module, outer: None),
     ".Linear that": lambda lm: setattr(lm.lm_head, "forward", lambda hidden: hidden),
+    ".Linear that may": lambda lm: lm.lm_head.__dict__.update(forward=lambda hidden: hidden, _hf_hook=object()),
     "on meta": lambda lm: lm.lm_head.to("meta"),
 }
 LOGITS = {
@@ -291,6 +304,7 @@ REFUSED = {
     "not patched": lambda: unpatch_head(build("Qwen3")),
     "unknown head 'fast'": lambda: patch_head(build("Llama"), head="fast"),
     "softcap": lambda: patch_head(build("Llama"), softcap=30.0),
+    "layer has a hook": with_a_hook_on_every_module,
     **{message: partial(called, change) for message, change in OUTPUT_LAYERS.items()},
     **{what: lambda change=change: patch_head(odd(change))(**batch()) for what, change in LOGITS.items()},
 }
