@@ -156,12 +156,14 @@ def test_compiled_code_of_a_plain_call_is_not_taken_for_a_patched_one():
 
 
 def test_threads():
-    """Calls take turns, so that those without labels get their logits."""
-    model, given = patch_head(build("Llama")), batch()
+    """Calls take turns, so that those without labels get their logits, also those of models that share a layer."""
+    model, other, given = patch_head(build("Llama")), patch_head(build("Llama")), batch()
+    other.lm_head = model.lm_head
     calls = [lambda: model(**given).loss, lambda: model(input_ids=given["input_ids"]).logits]
+    calls += [lambda: other(**given).loss, lambda: other(input_ids=given["input_ids"]).logits]
     expected = [call() for call in calls]
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(lambda number: torch.equal(calls[number % 2](), expected[number % 2]), range(60)))
+        assert all(pool.map(lambda number: torch.equal(calls[number % 4](), expected[number % 4]), range(80)))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +234,9 @@ def test_an_adapter_on_the_output_layer_is_refused():
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(target_modules=["lm_head"])
     refused(lambda: patch_head(peft.get_peft_model(build("Llama"), adapter)), "lora", "Linear")
-    copied = peft.get_peft_model(build("Llama"), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    copied = peft.get_peft_model(
+        build("Llama"), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    )
     copied.get_output_embeddings().register_forward_hook(lambda module, inputs, output: 2 * output)
     refused(lambda: patch_head(copied), "a hook")
     late = peft.get_peft_model(patch_head(build("Llama")), adapter)
@@ -313,6 +317,38 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_is_refused_is_named(message):
     refused(REFUSED[message], message)
+
+
+@pytest.mark.parametrize("changed", ["itself", "derived"])
+def test_logits_scaled_in_place(changed):
+    """Under every name, or not at all."""
+
+    def change(logits):
+        other = logits if changed == "itself" else logits.contiguous()
+        other *= 2.0
+        other /= 0.5
+        return logits
+
+    own = odd(change)
+    ours = patch_head(copy.deepcopy(own))
+    if changed == "derived":
+        refused(lambda: ours(**batch()), "in place")
+    else:
+        compare(own, ours, **batch())
+
+
+def test_outputs_keep_what_is_no_field():
+    class Noted(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            outputs = super().forward(*args, **kwargs)
+            outputs.metric = outputs["further"] = 3.0
+            return outputs
+
+    model = build("Llama")
+    model.__class__ = Noted
+    got = patch_head(model)(**batch())
+    assert got.metric == got["further"] == 3.0 and got.logits is None and "logits" not in got
+    assert got.to_tuple()[0] is got.loss
 
 
 def test_a_loss_written_out_in_the_model():
