@@ -197,7 +197,15 @@ class _StandIn:
     rows = property(lambda self: self.linears[0].out_features)  # PEFT's copy of a tied layer has its sizes swapped
 
     def __call__(self, hidden: Tensor) -> "_Logits":
-        return _Logits(self, hidden, self.rows)
+        unversioned = torch.compiler.is_compiling() or hidden.is_inference()
+        kind, version = hidden.device.type, None if unversioned else hidden._version
+        autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        return _Logits(self, hidden, self.rows, call=(hidden, version, torch.is_grad_enabled(), autocast))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise T1Error(f"{self.model} asks its output layer for {name} in a call with labels; allowed: to call it")
 
 
 @dataclass(eq=False)
@@ -210,19 +218,30 @@ class _Logits:
     scale: float = 1.0
     cap: float | None = None
     cast: torch.dtype | None = None  # what the model casts them to: applied only to logits for the caller
+    call: tuple = ()  # of the layer: the hidden states and their version, whether with gradients, autocast
     shared: bool = False  # others were made of it, or it of another: what is done in place to one may concern both
 
     shape = property(lambda self: torch.Size((*self.hidden.shape[:-1], self.columns)))
 
     def compute(self) -> Tensor:
-        logits = self.source.layer(self.hidden)[..., : self.columns] * self.scale
+        with self._as_called():
+            logits = self.source.layer(self.hidden)[..., : self.columns] * self.scale
         logits = logits if self.cap is None else self.cap * torch.tanh(logits)
         return logits if self.cast is None else logits.to(self.cast)
+
+    @contextmanager
+    def _as_called(self) -> Iterator[None]:
+        hidden, version, gradients, autocast = self.call
+        same = version is None or hidden._version == version
+        require(same, f"{self.source.model} changes its hidden states in place after its output layer has read them")
+        with torch.set_grad_enabled(gradients), torch.autocast(*autocast):
+            yield
 
     def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **given: Any) -> Tensor:
         # within a call of the layer, because its hooks gather its weight (FSDP2, ZeRO)
         source, loss = self.source, partial(self._loss, target, {"weight": weight, **given, **self.source.options})
-        with _instead(*((linear, "forward", partial(loss, linear)) for linear in source.linears)):
+        shadows = ((linear, "forward", partial(loss, linear)) for linear in source.linears)
+        with _instead(*shadows), self._as_called():
             source.losses.append(source.layer(self.hidden))
         return source.losses[-1]
 
@@ -289,6 +308,11 @@ class _Logits:
         if not columns or columns != range(len(columns)):
             self._refuse("indexing")
         return self._with(hidden=self.hidden[(*key[:-1], slice(None))], columns=len(columns))
+
+    def __eq__(self, other: object) -> NoReturn:  # and !=, which asks it
+        self._refuse("comparison")
+
+    __hash__ = object.__hash__
 
     def _refuse(self, what: Any = None, *_: Any) -> NoReturn:
         what = what if isinstance(what, str) else "arithmetic or assignment"

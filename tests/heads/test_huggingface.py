@@ -297,6 +297,7 @@ LOGITS = {
     "division": lambda z: z / 0.0,
     "tanh": lambda z: z.tanh().tanh(),
     "indexing": lambda z: z[..., 3:],
+    "comparison": lambda z: z * (z == 0),
     "Odd asks for no cross-entropy of what its output layer": None,
 }
 REFUSED = {
@@ -335,6 +336,31 @@ def test_logits_scaled_in_place(changed):
         refused(lambda: ours(**batch()), "in place")
     else:
         compare(own, ours, **batch())
+
+
+def test_the_output_layer_is_called_under_what_was_in_force_there():
+    """Gradient mode and autocast; hidden states that have changed since are refused."""
+
+    class Odd(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, within=None, late=None, **kwargs):
+            hidden = self.model(input_ids)[0] * 1.0
+            with within:
+                logits = self.lm_head(hidden)
+            if late:
+                hidden.mul_(2.0)
+            return (self.loss_function(logits, labels, VOCAB), logits)
+
+    own = build("Llama")
+    own.__class__ = Odd
+    ours = patch_head(copy.deepcopy(own), **CHUNKED)
+    assert not ours(**batch(), within=torch.no_grad())[0].requires_grad
+    within = torch.autocast("cpu", torch.bfloat16)
+    torch.testing.assert_close(ours(**batch(), within=within)[0], own(**batch(), within=within)[0], rtol=1e-2, atol=0.0)
+    with torch.inference_mode():
+        assert ours(**batch(), within=torch.inference_mode())[0].isfinite()
+    patch_head(unpatch_head(ours), return_logits=True)
+    assert ours(**batch(), within=within)[1].dtype == torch.bfloat16
+    refused(lambda: ours(**batch(), within=torch.enable_grad(), late=True), "Odd", "hidden states")
 
 
 def test_outputs_keep_what_is_no_field():
