@@ -22,7 +22,7 @@ from t1lib import heads
 from t1lib.errors import T1Error, is_number, require
 
 DECIDED = "input linear_weight target linear_bias weight reduction ignore_index softcap token_weight return_stats"
-LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # by model: one call at a time
+LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # by output layer: one call at a time
 
 
 def patch_head(model: nn.Module, *, return_logits: bool = False, **options: Any) -> nn.Module:
@@ -96,7 +96,7 @@ def _patched(original: Callable) -> Callable:
         # TRL's trainers ask by `fused_lm_head` for log-probabilities that TRL computes itself
         other = labels is None or given.get("fused_lm_head") or self.loss_function is not patch["loss"]
         # the compiler traces no lock; a compiled call runs no Python that others could disturb
-        with nullcontext() if torch.compiler.is_compiling() else LOCKS.setdefault(self, threading.RLock()):
+        with nullcontext() if torch.compiler.is_compiling() else _lock(self):
             if other or not patch["active"]:
                 return call(*args, **kwargs)
             if given.get("labels") is None:  # a model computes a loss only if it is given labels
@@ -106,6 +106,13 @@ def _patched(original: Callable) -> Callable:
     del forward.__wrapped__  # accelerate follows it to take its own wrappers off, and would take this one off, too
     forward.__signature__, forward.is_t1_head = signature, True
     return forward
+
+
+def _lock(lm: nn.Module) -> Any:
+    """Of the output layer, which models may share, or of a model that has lost it."""
+    layer = lm.get_output_embeddings()
+    layer = layer.layer if isinstance(layer, _StandIn) else layer  # of a call in another thread
+    return LOCKS.setdefault(layer if isinstance(layer, nn.Module) else lm, threading.RLock())
 
 
 def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
@@ -118,6 +125,7 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
 def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> Any:
     """Run the model's forward, `call`, with a `_StandIn` as output layer. items: what it divides a sum of losses by."""
     name, layer = type(lm).__name__, lm.get_output_embeddings()
+    require(not isinstance(layer, _StandIn), f"{name} is called with labels within its own call with labels")
     stand_in = _StandIn(name, layer, _linears(lm, layer), patch["options"], items)
     parent, key = next((m, n) for m in lm.modules() for n, child in m._modules.items() if child is layer)
     with _instead((parent, key, stand_in), (lm, "_loss_function", patch["loss"])):  # torch.compile guards on the latter
@@ -125,7 +133,17 @@ def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> A
     require(bool(stand_in.losses), f"{name} asks for no cross-entropy of what its output layer returns")
     pairs = outputs.items() if isinstance(outputs, dict) else enumerate(outputs)  # a ModelOutput is a dict
     plain = {k: (v.compute() if patch["return_logits"] else None) if isinstance(v, _Logits) else v for k, v in pairs}
-    return type(outputs)(**plain) if isinstance(outputs, dict) else tuple(plain.values())
+    if not isinstance(outputs, dict):
+        return tuple(plain.values())
+    fields = getattr(outputs, "__dataclass_fields__", plain)
+    made = type(outputs)(**{k: v for k, v in plain.items() if k in fields})
+    for k, v in plain.items():  # what the model has added to its fields
+        if k not in fields:
+            made[k] = v
+    for k, v in getattr(outputs, "__dict__", {}).items():
+        if k not in fields and k not in plain:
+            setattr(made, k, v)
+    return made
 
 
 @contextmanager
@@ -150,12 +168,17 @@ def _linears(lm: nn.Module, layer: nn.Module | None) -> list[nn.Linear]:
     linears = [layer.original_module, *layer.modules_to_save.values()] if peft else [layer]
     for linear in linears:
         plain = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
-        plain &= "forward" not in linear.__dict__ or hasattr(linear, "_hf_hook")  # accelerate's only moves tensors
+        hook = getattr(linear, "_hf_hook", None)
+        moves = all(type(h).__module__.startswith("accelerate.") for h in getattr(hook, "hooks", [hook]))
+        plain &= "forward" not in linear.__dict__ or moves  # accelerate's own hooks only move tensors
         kind = f"{type(linear).__module__}.{type(linear).__name__}"
         require(plain, f"{name}'s output layer is a {kind} that may do more than a product; allowed: a plain nn.Linear")
-        hooks = (linear._forward_hooks | linear._backward_hooks | linear._backward_pre_hooks).values()
-        hooks = [h for h in hooks if not getattr(h, "__module__", "").startswith(("torch.distributed.", "deepspeed."))]
-        require(not hooks, f"{name}'s output layer has a hook, which would see a loss in place of logits")
+    kinds = ("forward_hooks", "backward_hooks", "backward_pre_hooks")
+    found = [vars(module)[f"_{kind}"] for module in {layer, *linears} for kind in kinds]
+    found += [getattr(nn.modules.module, f"_global_{kind}") for kind in kinds]  # those of every module
+    allowed = ("torch.distributed.", "torch.utils.", "deepspeed.")
+    hooks = [h for hooks in found for h in hooks.values() if not getattr(h, "__module__", "").startswith(allowed)]
+    require(not hooks, f"{name}'s output layer has a hook, which would see a loss in place of logits")
     return linears
 
 
@@ -174,7 +197,15 @@ class _StandIn:
     rows = property(lambda self: self.linears[0].out_features)  # PEFT's copy of a tied layer has its sizes swapped
 
     def __call__(self, hidden: Tensor) -> "_Logits":
-        return _Logits(self, hidden, self.rows)
+        unversioned = torch.compiler.is_compiling() or hidden.is_inference()
+        kind, version = hidden.device.type, None if unversioned else hidden._version
+        autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        return _Logits(self, hidden, self.rows, call=(hidden, version, torch.is_grad_enabled(), autocast))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise T1Error(f"{self.model} asks its output layer for {name} in a call with labels; allowed: to call it")
 
 
 @dataclass(eq=False)
@@ -187,18 +218,30 @@ class _Logits:
     scale: float = 1.0
     cap: float | None = None
     cast: torch.dtype | None = None  # what the model casts them to: applied only to logits for the caller
+    call: tuple = ()  # of the layer: the hidden states and their version, whether with gradients, autocast
+    shared: bool = False  # others were made of it, or it of another: what is done in place to one may concern both
 
     shape = property(lambda self: torch.Size((*self.hidden.shape[:-1], self.columns)))
 
     def compute(self) -> Tensor:
-        logits = self.source.layer(self.hidden)[..., : self.columns] * self.scale
+        with self._as_called():
+            logits = self.source.layer(self.hidden)[..., : self.columns] * self.scale
         logits = logits if self.cap is None else self.cap * torch.tanh(logits)
         return logits if self.cast is None else logits.to(self.cast)
+
+    @contextmanager
+    def _as_called(self) -> Iterator[None]:
+        hidden, version, gradients, autocast = self.call
+        same = version is None or hidden._version == version
+        require(same, f"{self.source.model} changes its hidden states in place after its output layer has read them")
+        with torch.set_grad_enabled(gradients), torch.autocast(*autocast):
+            yield
 
     def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **given: Any) -> Tensor:
         # within a call of the layer, because its hooks gather its weight (FSDP2, ZeRO)
         source, loss = self.source, partial(self._loss, target, {"weight": weight, **given, **self.source.options})
-        with _instead(*((linear, "forward", partial(loss, linear)) for linear in source.linears)):
+        shadows = ((linear, "forward", partial(loss, linear)) for linear in source.linears)
+        with _instead(*shadows), self._as_called():
             source.losses.append(source.layer(self.hidden))
         return source.losses[-1]
 
@@ -222,20 +265,33 @@ class _Logits:
         share = number.reciprocal().expand(target.shape)
         return heads.linear_cross_entropy(hidden, weight, target, token_weight=share, **options) * number
 
+    def _with(self, **changes: Any) -> "_Logits":
+        self.shared = True
+        return replace(self, **changes)
+
     def __mul__(self, factor: Any) -> "_Logits":
         name = "scale" if self.cap is None else "cap"
-        return replace(self, **{name: getattr(self, name) * factor}) if is_number(factor) else self._refuse("scaling")
+        return self._with(**{name: getattr(self, name) * factor}) if is_number(factor) else self._refuse("scaling")
 
     def __truediv__(self, divisor: Any) -> "_Logits":
         return self * (1 / divisor) if is_number(divisor) and divisor else self._refuse("division")
 
+    def __imul__(self, factor: Any) -> "_Logits":
+        if self.shared:  # another may be a view of the same tensor, or a copy
+            self._refuse("a change in place")
+        vars(self).update(vars(self * factor), shared=False)
+        return self
+
+    def __itruediv__(self, divisor: Any) -> "_Logits":
+        return self.__imul__(1 / divisor) if is_number(divisor) and divisor else self._refuse("division")
+
     def tanh(self) -> "_Logits":
-        return replace(self, cap=1.0) if self.cap is None else self._refuse("tanh twice")
+        return self._with(cap=1.0) if self.cap is None else self._refuse("tanh twice")
 
     def to(self, *args: Any, **kwargs: Any) -> "_Logits":
         """Noted only for `compute`: a head computes in float32, and where the weight is."""
         dtype = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.dtype)), self.cast)
-        return replace(self, cast=dtype)
+        return self._with(cast=dtype)
 
     def float(self) -> "_Logits":
         return self.to(torch.float32)
@@ -244,14 +300,19 @@ class _Logits:
         return self.shape[dim]
 
     def view(self, *shape: int) -> "_Logits":
-        return replace(self, hidden=self.hidden.flatten(0, -2)) if shape == (-1, self.columns) else self._refuse("view")
+        return self._with(hidden=self.hidden.flatten(0, -2)) if shape == (-1, self.columns) else self._refuse("view")
 
     def __getitem__(self, key: Any) -> "_Logits":
         slices = isinstance(key, tuple) and all(part is Ellipsis or isinstance(part, slice) for part in key)
         columns = range(self.columns)[key[-1]] if slices and key[0] is Ellipsis and len(key) > 1 else range(0)
         if not columns or columns != range(len(columns)):
             self._refuse("indexing")
-        return replace(self, hidden=self.hidden[(*key[:-1], slice(None))], columns=len(columns))
+        return self._with(hidden=self.hidden[(*key[:-1], slice(None))], columns=len(columns))
+
+    def __eq__(self, other: object) -> NoReturn:  # and !=, which asks it
+        self._refuse("comparison")
+
+    __hash__ = object.__hash__
 
     def _refuse(self, what: Any = None, *_: Any) -> NoReturn:
         what = what if isinstance(what, str) else "arithmetic or assignment"

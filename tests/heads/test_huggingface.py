@@ -156,12 +156,14 @@ def test_compiled_code_of_a_plain_call_is_not_taken_for_a_patched_one():
 
 
 def test_threads():
-    """Calls take turns, so that those without labels get their logits."""
-    model, given = patch_head(build("Llama")), batch()
+    """Calls take turns, so that those without labels get their logits, also those of models that share a layer."""
+    model, other, given = patch_head(build("Llama")), patch_head(build("Llama")), batch()
+    other.lm_head = model.lm_head
     calls = [lambda: model(**given).loss, lambda: model(input_ids=given["input_ids"]).logits]
+    calls += [lambda: other(**given).loss, lambda: other(input_ids=given["input_ids"]).logits]
     expected = [call() for call in calls]
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(lambda number: torch.equal(calls[number % 2](), expected[number % 2]), range(60)))
+        assert all(pool.map(lambda number: torch.equal(calls[number % 4](), expected[number % 4]), range(80)))
 
 
 @pytest.mark.parametrize(
@@ -232,6 +234,11 @@ def test_an_adapter_on_the_output_layer_is_refused():
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(target_modules=["lm_head"])
     refused(lambda: patch_head(peft.get_peft_model(build("Llama"), adapter)), "lora", "Linear")
+    copied = peft.get_peft_model(
+        build("Llama"), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    )
+    copied.get_output_embeddings().register_forward_hook(lambda module, inputs, output: 2 * output)
+    refused(lambda: patch_head(copied), "a hook")
     late = peft.get_peft_model(patch_head(build("Llama")), adapter)
     refused(lambda: late(**batch()), "lora", "Linear")
     assert late(input_ids=batch()["input_ids"]).logits is not None
@@ -258,6 +265,15 @@ def called(change) -> None:
     model(**batch())
 
 
+def with_a_hook_on_every_module() -> None:
+    model = patch_head(build("Llama"))
+    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+    try:
+        model(**batch())
+    finally:
+        handle.remove()
+
+
 class Own(nn.Linear):
     def forward(self, hidden):
         return 2 * super().forward(hidden)
@@ -269,6 +285,7 @@ OUTPUT_LAYERS = {
     "a hook": lambda lm: lm.lm_head.register_forward_hook(lambda module, inputs, output: 2 * output),
     "hook, which": lambda lm: lm.lm_head.register_full_backward_pre_hook(lambda module, outer: None),
     ".Linear that": lambda lm: setattr(lm.lm_head, "forward", lambda hidden: hidden),
+    ".Linear that may": lambda lm: lm.lm_head.__dict__.update(forward=lambda hidden: hidden, _hf_hook=object()),
     "on meta": lambda lm: lm.lm_head.to("meta"),
 }
 LOGITS = {
@@ -280,6 +297,7 @@ LOGITS = {
     "division": lambda z: z / 0.0,
     "tanh": lambda z: z.tanh().tanh(),
     "indexing": lambda z: z[..., 3:],
+    "comparison": lambda z: z * (z == 0),
     "Odd asks for no cross-entropy of what its output layer": None,
 }
 REFUSED = {
@@ -291,6 +309,7 @@ REFUSED = {
     "not patched": lambda: unpatch_head(build("Qwen3")),
     "unknown head 'fast'": lambda: patch_head(build("Llama"), head="fast"),
     "softcap": lambda: patch_head(build("Llama"), softcap=30.0),
+    "layer has a hook": with_a_hook_on_every_module,
     **{message: partial(called, change) for message, change in OUTPUT_LAYERS.items()},
     **{what: lambda change=change: patch_head(odd(change))(**batch()) for what, change in LOGITS.items()},
 }
@@ -299,6 +318,63 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_is_refused_is_named(message):
     refused(REFUSED[message], message)
+
+
+@pytest.mark.parametrize("changed", ["itself", "derived"])
+def test_logits_scaled_in_place(changed):
+    """Under every name, or not at all."""
+
+    def change(logits):
+        other = logits if changed == "itself" else logits.contiguous()
+        other *= 2.0
+        other /= 0.5
+        return logits
+
+    own = odd(change)
+    ours = patch_head(copy.deepcopy(own))
+    if changed == "derived":
+        refused(lambda: ours(**batch()), "in place")
+    else:
+        compare(own, ours, **batch())
+
+
+def test_the_output_layer_is_called_under_what_was_in_force_there():
+    """Gradient mode and autocast; hidden states that have changed since are refused."""
+
+    class Odd(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, within=None, late=None, **kwargs):
+            hidden = self.model(input_ids)[0] * 1.0
+            with within:
+                logits = self.lm_head(hidden)
+            if late:
+                hidden.mul_(2.0)
+            return (self.loss_function(logits, labels, VOCAB), logits)
+
+    own = build("Llama")
+    own.__class__ = Odd
+    ours = patch_head(copy.deepcopy(own), **CHUNKED)
+    assert not ours(**batch(), within=torch.no_grad())[0].requires_grad
+    within = torch.autocast("cpu", torch.bfloat16)
+    torch.testing.assert_close(ours(**batch(), within=within)[0], own(**batch(), within=within)[0], rtol=1e-2, atol=0.0)
+    with torch.inference_mode():
+        assert ours(**batch(), within=torch.inference_mode())[0].isfinite()
+    patch_head(unpatch_head(ours), return_logits=True)
+    assert ours(**batch(), within=within)[1].dtype == torch.bfloat16
+    refused(lambda: ours(**batch(), within=torch.enable_grad(), late=True), "Odd", "hidden states")
+
+
+def test_outputs_keep_what_is_no_field():
+    class Noted(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            outputs = super().forward(*args, **kwargs)
+            outputs.metric = outputs["further"] = 3.0
+            return outputs
+
+    model = build("Llama")
+    model.__class__ = Noted
+    got = patch_head(model)(**batch())
+    assert got.metric == got["further"] == 3.0 and got.logits is None and "logits" not in got
+    assert got.to_tuple()[0] is got.loss
 
 
 def test_a_loss_written_out_in_the_model():
