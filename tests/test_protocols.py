@@ -58,9 +58,10 @@ def run_cells(notebook: str, *names: str, **made) -> dict:
     return made
 
 
-def measured(vram: int = 2**30, **parameters) -> tuple[list[dict], dict[str, dict[int, str]]]:
+def measured(vram: int = 2**30, device: str = "cpu", **parameters) -> tuple[list[dict], dict[str, dict[int, str]]]:
     """Rows, and statuses by variant and length, that frontier measures with `Worker` in place of processes."""
-    made = dict(p=SimpleNamespace(**PARAMETERS | parameters), records=Records(), machine=H200, run=ON_CPU)
+    run = SimpleNamespace(device=torch.device(device))
+    made = dict(p=SimpleNamespace(**PARAMETERS | parameters), records=Records(), machine=H200, run=run)
     Worker.started = 0
     made = run_cells("frontier", "imports", "points", **made, capacity=vram) | {"Isolated": Worker}
     rows, states = run_cells("frontier", "protocol", **made)["records"].rows, {}
@@ -89,7 +90,8 @@ def test_each_point_is_predicted_and_after_the_first_that_does_not_fit_longer_on
     ("limit", "why"),
     [
         ({"vram": 2**10}, "on the device"), ({"host": "1MiB"}, "on the host"), ({"longest": 1e-6}, "0 s"),
-        ({"within": 0.0}, "no time left"), ({"workspace": "1KiB", "heads": ["fused"]}, "64: skipped, "),
+        ({"within": 0.0}, "no time left"),
+        ({"workspace": "1KiB", "heads": ["fused"], "device": "cuda"}, "64: skipped, "),
     ],
 )  # fmt: skip
 def test_what_is_predicted_to_be_too_much_or_cannot_be_predicted_is_skipped(capsys, limit, why):

@@ -173,9 +173,11 @@ def _linears(lm: nn.Module, layer: nn.Module | None) -> list[nn.Linear]:
         plain &= "forward" not in linear.__dict__ or moves  # accelerate's own hooks only move tensors
         kind = f"{type(linear).__module__}.{type(linear).__name__}"
         require(plain, f"{name}'s output layer is a {kind} that may do more than a product; allowed: a plain nn.Linear")
-    kinds = ("forward_hooks", "backward_hooks", "backward_pre_hooks")
-    found = [vars(module)[f"_{kind}"] for module in {layer, *linears} for kind in kinds]
-    found += [getattr(nn.modules.module, f"_global_{kind}") for kind in kinds]  # those of every module
+    path = next(path for path, module in lm.named_modules() if module is layer).split(".")
+    around = [lm.get_submodule(".".join(path[:n])) for n in range(1, len(path))]  # forward hooks there are followed
+    found = [nn.modules.module._global_forward_hooks, *(module._forward_hooks for module in (layer, *linears))]
+    for module in (layer, *linears, *around):
+        found += [module._backward_hooks, module._backward_pre_hooks]
     allowed = ("torch.distributed.", "torch.utils.", "deepspeed.")
     hooks = [h for hooks in found for h in hooks.values() if not getattr(h, "__module__", "").startswith(allowed)]
     require(not hooks, f"{name}'s output layer has a hook, which would see a loss in place of logits")
@@ -193,7 +195,6 @@ class _StandIn:
     items: Any  # what the model divides a sum of losses by
     losses: list[Tensor] = field(default_factory=list)  # that the model has asked for
 
-    weight = property(lambda self: self.layer.weight)  # Mamba casts to its dtype
     rows = property(lambda self: self.linears[0].out_features)  # PEFT's copy of a tied layer has its sizes swapped
 
     def __call__(self, hidden: Tensor) -> "_Logits":
@@ -202,10 +203,8 @@ class _StandIn:
         autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         return _Logits(self, hidden, self.rows, call=(hidden, version, torch.is_grad_enabled(), autocast))
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise T1Error(f"{self.model} asks its output layer for {name} in a call with labels; allowed: to call it")
+    def __getattr__(self, name: str) -> Any:  # Mamba casts to the weight's dtype
+        return getattr(self.layer, name)
 
 
 @dataclass(eq=False)

@@ -274,6 +274,12 @@ def with_a_hook_on_every_module() -> None:
         handle.remove()
 
 
+def with_a_hook_around() -> nn.Module:
+    model = build("Bert")
+    model.cls.register_full_backward_hook(lambda module, inner, outer: None)
+    return model
+
+
 class Own(nn.Linear):
     def forward(self, hidden):
         return 2 * super().forward(hidden)
@@ -306,6 +312,7 @@ REFUSED = {
     "output layer": lambda: patch_head(build("Qwen3").model),
     "ForMaskedLMLoss": lambda: patch_head(transformers.BertForMaskedLM(build("Bert").config)),
     "encoder": lambda: patch_head(transformers.T5ForConditionalGeneration(T5)),
+    "BertLMHeadModel's output layer has a hook": lambda: patch_head(with_a_hook_around()),
     "not patched": lambda: unpatch_head(build("Qwen3")),
     "unknown head 'fast'": lambda: patch_head(build("Llama"), head="fast"),
     "softcap": lambda: patch_head(build("Llama"), softcap=30.0),
@@ -346,6 +353,7 @@ def test_the_output_layer_is_called_under_what_was_in_force_there():
             hidden = self.model(input_ids)[0] * 1.0
             with within:
                 logits = self.lm_head(hidden)
+            assert self.lm_head.bias is None and not hasattr(self.lm_head, "nothing")
             if late:
                 hidden.mul_(2.0)
             return (self.loss_function(logits, labels, VOCAB), logits)
