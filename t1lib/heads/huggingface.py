@@ -233,7 +233,7 @@ class _Logits:
         hidden, version, gradients, autocast = self.call
         same = version is None or hidden._version == version
         require(same, f"{self.source.model} changes its hidden states in place after its output layer has read them")
-        with torch.set_grad_enabled(gradients), torch.autocast(*autocast):
+        with torch.set_grad_enabled(gradients and torch.is_grad_enabled()), torch.autocast(*autocast):
             yield
 
     def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **given: Any) -> Tensor:

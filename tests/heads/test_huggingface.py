@@ -356,12 +356,14 @@ def test_the_output_layer_is_called_under_what_was_in_force_there():
             assert self.lm_head.bias is None and not hasattr(self.lm_head, "nothing")
             if late:
                 hidden.mul_(2.0)
-            return (self.loss_function(logits, labels, VOCAB), logits)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and late is None):
+                return (self.loss_function(logits, labels, VOCAB), logits)
 
     own = build("Llama")
     own.__class__ = Odd
     ours = patch_head(copy.deepcopy(own), **CHUNKED)
     assert not ours(**batch(), within=torch.no_grad())[0].requires_grad
+    assert not ours(**batch(), within=torch.enable_grad(), late=False)[0].requires_grad
     within = torch.autocast("cpu", torch.bfloat16)
     torch.testing.assert_close(ours(**batch(), within=within)[0], own(**batch(), within=within)[0], rtol=1e-2, atol=0.0)
     with torch.inference_mode():
