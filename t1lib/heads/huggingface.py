@@ -6,9 +6,10 @@ the model's own loss asks for their cross-entropy. Whatever else a model does to
 
 import inspect
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, NoReturn
@@ -45,7 +46,7 @@ def patch_head(model: nn.Module, *, return_logits: bool = False, **options: Any)
     with torch.device("cpu"):  # checks the options
         heads.linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(2, dtype=torch.int64), **options)
     require(not getattr(lm.config, "is_encoder_decoder", False), f"{name} has an encoder; patch_head takes a decoder")
-    _linears(lm, lm.get_output_embeddings())
+    _output_layer(lm)
     loss = getattr(lm.loss_function, "__name__", type(lm.loss_function).__name__)
     require(lm.loss_function is ForCausalLMLoss, f"{name}'s loss is {loss}; patch_head replaces ForCausalLMLoss only")
     if not patch:
@@ -95,8 +96,7 @@ def _patched(original: Callable) -> Callable:
         labels = next((given[name] for name in ("labels", "shift_labels") if given.get(name) is not None), None)
         # TRL's trainers ask by `fused_lm_head` for log-probabilities that TRL computes itself
         other = labels is None or given.get("fused_lm_head") or self.loss_function is not patch["loss"]
-        # the compiler traces no lock; a compiled call runs no Python that others could disturb
-        with nullcontext() if torch.compiler.is_compiling() else _lock(self):
+        with _lock(self):
             if other or not patch["active"]:
                 return call(*args, **kwargs)
             if given.get("labels") is None:  # a model computes a loss only if it is given labels
@@ -110,6 +110,8 @@ def _patched(original: Callable) -> Callable:
 
 def _lock(lm: nn.Module) -> Any:
     """Of the output layer, which models may share, or of a model that has lost it."""
+    if torch.compiler.is_compiling():  # it traces no lock; a compiled call runs no Python that others could disturb
+        return nullcontext()
     layer = lm.get_output_embeddings()
     layer = layer.layer if isinstance(layer, _StandIn) else layer  # of a call in another thread
     return LOCKS.setdefault(layer if isinstance(layer, nn.Module) else lm, threading.RLock())
@@ -124,26 +126,17 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
 
 def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> Any:
     """Run the model's forward, `call`, with a `_StandIn` as output layer. items: what it divides a sum of losses by."""
-    name, layer = type(lm).__name__, lm.get_output_embeddings()
-    require(not isinstance(layer, _StandIn), f"{name} is called with labels within its own call with labels")
-    stand_in = _StandIn(name, layer, _linears(lm, layer), patch["options"], items)
-    parent, key = next((m, n) for m in lm.modules() for n, child in m._modules.items() if child is layer)
+    name, (parent, key, linears) = type(lm).__name__, _output_layer(lm)
+    stand_in = _StandIn(name, parent._modules[key], linears, patch["options"], items)
     with _instead((parent, key, stand_in), (lm, "_loss_function", patch["loss"])):  # torch.compile guards on the latter
         outputs = call()
-    require(bool(stand_in.losses), f"{name} asks for no cross-entropy of what its output layer returns")
-    pairs = outputs.items() if isinstance(outputs, dict) else enumerate(outputs)  # a ModelOutput is a dict
-    plain = {k: (v.compute() if patch["return_logits"] else None) if isinstance(v, _Logits) else v for k, v in pairs}
-    if not isinstance(outputs, dict):
-        return tuple(plain.values())
-    fields = getattr(outputs, "__dataclass_fields__", plain)
-    made = type(outputs)(**{k: v for k, v in plain.items() if k in fields})
-    for k, v in plain.items():  # what the model has added to its fields
-        if k not in fields:
-            made[k] = v
-    for k, v in getattr(outputs, "__dict__", {}).items():
-        if k not in fields and k not in plain:
-            setattr(made, k, v)
-    return made
+    require(stand_in.asked, f"{name} asks for no cross-entropy of what its output layer returns")
+    parts = outputs if isinstance(outputs, dict) else dict(enumerate(outputs))
+    for key, logits in [(key, part) for key, part in parts.items() if isinstance(part, _Logits)]:
+        parts[key] = logits.compute() if patch["return_logits"] else None  # of a ModelOutput, also the field
+        if parts[key] is None and isinstance(parts, OrderedDict):
+            OrderedDict.__delitem__(parts, key)  # a ModelOutput, one itself, forbids it, but has no entries for None
+    return parts if parts is outputs else tuple(parts.values())
 
 
 @contextmanager
@@ -161,10 +154,14 @@ def _instead(*entries: tuple[nn.Module, str, Any]) -> Iterator[None]:
                 del module.__dict__[name]
 
 
-def _linears(lm: nn.Module, layer: nn.Module | None) -> list[nn.Linear]:
-    """The output layer, or those that PEFT's `modules_to_save` chooses from. `T1Error` for others, such as LoRA's."""
-    name, peft = type(lm).__name__, type(layer).__name__ == "ModulesToSaveWrapper"
-    require(layer is not None, f"{name} has no output layer; patch_head takes a causal language model")
+def _output_layer(lm: nn.Module) -> tuple[nn.Module, str, list[nn.Linear]]:
+    """The module that holds the output layer, its name there, and the layer itself, or those that PEFT's
+    `modules_to_save` chooses from. `T1Error` for a layer that does more, such as LoRA's, or has hooks."""
+    name, layer = type(lm).__name__, lm.get_output_embeddings()
+    require(not isinstance(layer, _StandIn), f"{name} is called with labels within its own call with labels")
+    path = next((path for path, module in lm.named_modules() if module is layer), None)
+    require(path is not None, f"{name} has no output layer; patch_head takes a causal language model")
+    peft = type(layer).__name__ == "ModulesToSaveWrapper"
     linears = [layer.original_module, *layer.modules_to_save.values()] if peft else [layer]
     for linear in linears:
         plain = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
@@ -173,15 +170,16 @@ def _linears(lm: nn.Module, layer: nn.Module | None) -> list[nn.Linear]:
         plain &= "forward" not in linear.__dict__ or moves  # accelerate's own hooks only move tensors
         kind = f"{type(linear).__module__}.{type(linear).__name__}"
         require(plain, f"{name}'s output layer is a {kind} that may do more than a product; allowed: a plain nn.Linear")
-    path = next(path for path, module in lm.named_modules() if module is layer).split(".")
-    around = [lm.get_submodule(".".join(path[:n])) for n in range(1, len(path))]  # forward hooks there are followed
-    found = [nn.modules.module._global_forward_hooks, *(module._forward_hooks for module in (layer, *linears))]
-    for module in (layer, *linears, *around):
-        found += [module._backward_hooks, module._backward_pre_hooks]
+    *outer, key = path.split(".")
+    around = [lm.get_submodule(".".join(outer[:n])) for n in range(len(outer) + 1)]  # from the model itself on
+    every, called = nn.modules.module, (layer, *linears)
+    found = [every._global_forward_hooks, every._global_backward_hooks, every._global_backward_pre_hooks]
+    found += [module._forward_hooks for module in called]  # those of modules around it are followed
+    found += [hooks for m in (*called, *around[1:]) for hooks in (m._backward_hooks, m._backward_pre_hooks)]
     allowed = ("torch.distributed.", "torch.utils.", "deepspeed.")
     hooks = [h for hooks in found for h in hooks.values() if not getattr(h, "__module__", "").startswith(allowed)]
     require(not hooks, f"{name}'s output layer has a hook, which would see a loss in place of logits")
-    return linears
+    return around[-1], key, linears
 
 
 @dataclass(eq=False)
@@ -193,14 +191,15 @@ class _StandIn:
     linears: list[nn.Linear]
     options: dict
     items: Any  # what the model divides a sum of losses by
-    losses: list[Tensor] = field(default_factory=list)  # that the model has asked for
+    asked: bool = False  # whether the model has asked for a cross-entropy
 
     rows = property(lambda self: self.linears[0].out_features)  # PEFT's copy of a tied layer has its sizes swapped
 
     def __call__(self, hidden: Tensor) -> "_Logits":
         unversioned = torch.compiler.is_compiling() or hidden.is_inference()
-        kind, version = hidden.device.type, None if unversioned else hidden._version
+        kind = "cpu" if hidden.is_meta else hidden.device.type  # meta has no autocast
         autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        version = None if unversioned else hidden._version
         return _Logits(self, hidden, self.rows, call=(hidden, version, torch.is_grad_enabled(), autocast))
 
     def __getattr__(self, name: str) -> Any:  # Mamba casts to the weight's dtype
@@ -218,7 +217,7 @@ class _Logits:
     cap: float | None = None
     cast: torch.dtype | None = None  # what the model casts them to: applied only to logits for the caller
     call: tuple = ()  # of the layer: the hidden states and their version, whether with gradients, autocast
-    shared: bool = False  # others were made of it, or it of another: what is done in place to one may concern both
+    shared: bool = False  # with another, which may be the same memory: what is done in place may concern both
 
     shape = property(lambda self: torch.Size((*self.hidden.shape[:-1], self.columns)))
 
@@ -239,15 +238,13 @@ class _Logits:
     def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **given: Any) -> Tensor:
         # within a call of the layer, because its hooks gather its weight (FSDP2, ZeRO)
         source, loss = self.source, partial(self._loss, target, {"weight": weight, **given, **self.source.options})
-        shadows = ((linear, "forward", partial(loss, linear)) for linear in source.linears)
-        with _instead(*shadows), self._as_called():
-            source.losses.append(source.layer(self.hidden))
-        return source.losses[-1]
+        source.asked = True
+        with _instead(*((linear, "forward", partial(loss, linear)) for linear in source.linears)), self._as_called():
+            return source.layer(self.hidden)
 
     def _loss(self, target: Tensor, options: dict, linear: nn.Linear, hidden: Tensor) -> Tensor:
         weight, bias, items = linear.weight, linear.bias, self.source.items
-        whole = len(weight) == self.source.rows
-        plain = whole and not (weight.is_meta or is_traceable_wrapper_subclass(weight))
+        plain = len(weight) == self.source.rows and not (weight.is_meta or is_traceable_wrapper_subclass(weight))
         found = f"{type(weight).__name__} of {len(weight)} rows on {weight.device}"
         require(plain, f"the output layer's weight is a {found}; allowed: a plain tensor of out_features rows")
         if self.columns < len(weight):
@@ -264,33 +261,39 @@ class _Logits:
         share = number.reciprocal().expand(target.shape)
         return heads.linear_cross_entropy(hidden, weight, target, token_weight=share, **options) * number
 
-    def _with(self, **changes: Any) -> "_Logits":
-        self.shared = True
-        return replace(self, **changes)
+    def _derived(self, shared: bool = True, **changes: Any) -> "_Logits":
+        """shared: whether it may be the same memory"""
+        self.shared |= shared
+        return replace(self, shared=shared, **changes)
+
+    def _become(self, other: "_Logits") -> "_Logits":
+        if self.shared:
+            self._refuse("a change in place")
+        vars(self).update(vars(other))
+        return self
 
     def __mul__(self, factor: Any) -> "_Logits":
+        if not is_number(factor):
+            self._refuse("scaling")
         name = "scale" if self.cap is None else "cap"
-        return self._with(**{name: getattr(self, name) * factor}) if is_number(factor) else self._refuse("scaling")
+        return self._derived(shared=False, **{name: getattr(self, name) * factor})
 
     def __truediv__(self, divisor: Any) -> "_Logits":
         return self * (1 / divisor) if is_number(divisor) and divisor else self._refuse("division")
 
     def __imul__(self, factor: Any) -> "_Logits":
-        if self.shared:  # another may be a view of the same tensor, or a copy
-            self._refuse("a change in place")
-        vars(self).update(vars(self * factor), shared=False)
-        return self
+        return self._become(self * factor)
 
     def __itruediv__(self, divisor: Any) -> "_Logits":
-        return self.__imul__(1 / divisor) if is_number(divisor) and divisor else self._refuse("division")
+        return self._become(self / divisor)
 
     def tanh(self) -> "_Logits":
-        return self._with(cap=1.0) if self.cap is None else self._refuse("tanh twice")
+        return self._derived(shared=False, cap=1.0) if self.cap is None else self._refuse("tanh twice")
 
     def to(self, *args: Any, **kwargs: Any) -> "_Logits":
         """Noted only for `compute`: a head computes in float32, and where the weight is."""
         dtype = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.dtype)), self.cast)
-        return self._with(cast=dtype)
+        return self._derived(cast=dtype)
 
     def float(self) -> "_Logits":
         return self.to(torch.float32)
@@ -299,29 +302,25 @@ class _Logits:
         return self.shape[dim]
 
     def view(self, *shape: int) -> "_Logits":
-        return self._with(hidden=self.hidden.flatten(0, -2)) if shape == (-1, self.columns) else self._refuse("view")
+        return self._derived(hidden=self.hidden.flatten(0, -2)) if shape == (-1, self.columns) else self._refuse("view")
 
     def __getitem__(self, key: Any) -> "_Logits":
         slices = isinstance(key, tuple) and all(part is Ellipsis or isinstance(part, slice) for part in key)
         columns = range(self.columns)[key[-1]] if slices and key[0] is Ellipsis and len(key) > 1 else range(0)
         if not columns or columns != range(len(columns)):
             self._refuse("indexing")
-        return self._with(hidden=self.hidden[(*key[:-1], slice(None))], columns=len(columns))
-
-    def __eq__(self, other: object) -> NoReturn:  # and !=, which asks it
-        self._refuse("comparison")
-
-    __hash__ = object.__hash__
+        return self._derived(hidden=self.hidden[(*key[:-1], slice(None))], columns=len(columns))
 
     def _refuse(self, what: Any = None, *_: Any) -> NoReturn:
-        what = what if isinstance(what, str) else "arithmetic or assignment"
+        what = what if isinstance(what, str) else "arithmetic, comparison or assignment"
         allowed = "scaling by a number, softcap, cross-entropy"
         raise T1Error(f"{self.source.model} does to its logits what no head can follow: {what}. Allowed: {allowed}")
 
     contiguous = to
     __rmul__ = __mul__
     __add__ = __radd__ = __sub__ = __rsub__ = __rtruediv__ = __pow__ = __matmul__ = __neg__ = __abs__ = _refuse
-    __gt__ = __lt__ = __ge__ = __le__ = __setitem__ = __iter__ = _refuse
+    __eq__ = __ne__ = __gt__ = __lt__ = __ge__ = __le__ = __setitem__ = __iter__ = __len__ = _refuse
+    __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -265,9 +265,9 @@ def called(change) -> None:
     model(**batch())
 
 
-def with_a_hook_on_every_module() -> None:
+def with_a_hook_on_every_module(kind: str) -> None:
     model = patch_head(build("Llama"))
-    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+    handle = getattr(nn.modules.module, f"register_module_{kind}_hook")(lambda *_: None)
     try:
         model(**batch())
     finally:
@@ -278,6 +278,10 @@ def with_a_hook_around() -> nn.Module:
     model = build("Bert")
     model.cls.register_full_backward_hook(lambda module, inner, outer: None)
     return model
+
+
+def on_meta() -> None:
+    patch_head(build("Llama")).to("meta")(**{name: given.to("meta") for name, given in batch().items()})
 
 
 class Own(nn.Linear):
@@ -293,6 +297,7 @@ OUTPUT_LAYERS = {
     ".Linear that": lambda lm: setattr(lm.lm_head, "forward", lambda hidden: hidden),
     ".Linear that may": lambda lm: lm.lm_head.__dict__.update(forward=lambda hidden: hidden, _hf_hook=object()),
     "on meta": lambda lm: lm.lm_head.to("meta"),
+    "has no output layer": lambda lm: setattr(lm, "get_output_embeddings", lambda: nn.Linear(16, VOCAB)),
 }
 LOGITS = {
     "mean": lambda z: z - z.mean(),
@@ -304,6 +309,7 @@ LOGITS = {
     "tanh": lambda z: z.tanh().tanh(),
     "indexing": lambda z: z[..., 3:],
     "comparison": lambda z: z * (z == 0),
+    "assignment": lambda z: z[: len(z)],
     "Odd asks for no cross-entropy of what its output layer": None,
 }
 REFUSED = {
@@ -313,10 +319,13 @@ REFUSED = {
     "ForMaskedLMLoss": lambda: patch_head(transformers.BertForMaskedLM(build("Bert").config)),
     "encoder": lambda: patch_head(transformers.T5ForConditionalGeneration(T5)),
     "BertLMHeadModel's output layer has a hook": lambda: patch_head(with_a_hook_around()),
+    "Parameter of 98 rows on meta": on_meta,
     "not patched": lambda: unpatch_head(build("Qwen3")),
     "unknown head 'fast'": lambda: patch_head(build("Llama"), head="fast"),
     "softcap": lambda: patch_head(build("Llama"), softcap=30.0),
-    "layer has a hook": with_a_hook_on_every_module,
+    "layer has a hook": partial(with_a_hook_on_every_module, "forward"),
+    "layer has a hook, which": partial(with_a_hook_on_every_module, "full_backward"),
+    "has a hook, which would": partial(with_a_hook_on_every_module, "full_backward_pre"),
     **{message: partial(called, change) for message, change in OUTPUT_LAYERS.items()},
     **{what: lambda change=change: patch_head(odd(change))(**batch()) for what, change in LOGITS.items()},
 }
@@ -327,19 +336,20 @@ def test_what_is_refused_is_named(message):
     refused(REFUSED[message], message)
 
 
-@pytest.mark.parametrize("changed", ["itself", "derived"])
+@pytest.mark.parametrize("changed", ["itself", "new", "old", "view"])
 def test_logits_scaled_in_place(changed):
     """Under every name, or not at all."""
 
     def change(logits):
-        other = logits if changed == "itself" else logits.contiguous()
+        new = logits.contiguous() if changed == "view" else logits / 3.0
+        other = new if changed in ("new", "view") else logits
         other *= 2.0
         other /= 0.5
-        return logits
+        return new if changed in ("new", "old") else logits
 
     own = odd(change)
     ours = patch_head(copy.deepcopy(own))
-    if changed == "derived":
+    if changed == "view":
         refused(lambda: ours(**batch()), "in place")
     else:
         compare(own, ours, **batch())
