@@ -129,10 +129,15 @@ def layout(shape: Shape, plan: Plan, early: bool) -> dict[str, Buffer]:
 
 
 def bytes_needed(shape: Shape, plan: Plan, early: bool) -> int:
+    return bytes_with(layout(shape, plan, early), shape, plan)
+
+
+def bytes_with(buffers: dict[str, Buffer], shape: Shape, plan: Plan) -> int:
+    """Of the buffers, and of what a pass allocates beside them."""
     loose = TOKEN_BYTES * shape.tokens + CLASS_BYTES * shape.vocab * shape.dw + 24 * shape.hidden + shape.copies
     if shape.ranks:  # four statistics of a chunk's tokens, from each rank
         loose += 16 * (1 + shape.ranks) * plan.capacity
-    return sum(b.nbytes for b in layout(shape, plan, early).values()) + loose + SLACK
+    return sum(b.nbytes for b in buffers.values()) + loose + SLACK
 
 
 def copies(tensors: Tensors, compute: torch.dtype, rows: int) -> int:
@@ -247,9 +252,8 @@ def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks
 
 
 def bytes_held(
-    tokens: int, vocab: int, hidden: int, size: int, workspace: int, chunks: int | None, tail: str | None,
-    early: bool = True,
-) -> int:  # fmt: skip
+    tokens: int, vocab: int, hidden: int, size: int, workspace: int, chunks: int | None, tail: str | None, early: bool
+) -> int:
     """For the planner: what both gradients need within a workspace, or in so many chunks, for operands of `size` bytes
     per element; on this GPU or, if there is none, on an H200. early: whether the forward may compute the gradients.
     Raises `T1Error` as `plan`."""

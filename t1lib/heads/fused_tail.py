@@ -79,9 +79,7 @@ def cost(shape: Shape, found: Plan, ranges: int, units: int) -> float:
 
 
 def bytes_needed(shape: Shape, found: Plan) -> int:
-    loose = fused_plan.TOKEN_BYTES * shape.tokens + fused_plan.CLASS_BYTES * shape.vocab
-    loose += 24 * shape.hidden + shape.copies + fused_plan.SLACK
-    return sum(b.nbytes for b in layout(shape, found).values()) + LARGE_BYTES * found.capacity + loose
+    return fused_plan.bytes_with(layout(shape, found), shape, found) + LARGE_BYTES * found.capacity
 
 
 class Tail(Pass):
