@@ -130,10 +130,10 @@ def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> A
         outputs = call()
     require(stand_in.asked, f"{name} asks for no cross-entropy of what its output layer returns")
     parts = outputs if isinstance(outputs, dict) else dict(enumerate(outputs))
-    for key, logits in [(key, part) for key, part in parts.items() if isinstance(part, Logits)]:
-        parts[key] = logits.compute() if patch["return_logits"] else None  # of a ModelOutput, also the field
-        if parts[key] is None and isinstance(parts, OrderedDict):
-            OrderedDict.__delitem__(parts, key)  # a ModelOutput, one itself, forbids it, but has no entries for None
+    for place, logits in [(place, part) for place, part in parts.items() if isinstance(part, Logits)]:
+        parts[place] = logits.compute() if patch["return_logits"] else None  # of a ModelOutput, also the field
+        if parts[place] is None and isinstance(parts, OrderedDict):  # a ModelOutput is one, but without entries of None
+            OrderedDict.__delitem__(parts, place)  # which its own method forbids
     return parts if parts is outputs else tuple(parts.values())
 
 
@@ -155,11 +155,16 @@ def _output_layer(lm: nn.Module) -> tuple[nn.Module, str, list[nn.Linear]]:
         require(plain, f"{name}'s output layer is a {kind} that may do more than a product; allowed: a plain nn.Linear")
     *outer, key = path.split(".")
     around = [lm.get_submodule(".".join(outer[:n])) for n in range(len(outer) + 1)]  # from the model itself on
-    every, called = nn.modules.module, (layer, *linears)
+    _require_no_hooks(name, [layer, *linears], around[1:])
+    return around[-1], key, linears
+
+
+def _require_no_hooks(name: str, itself: list[nn.Module], around: list[nn.Module]) -> None:
+    """On what the output layer returns, `itself` or all modules; forward hooks of modules around it are followed."""
+    every = nn.modules.module
     found = [every._global_forward_hooks, every._global_backward_hooks, every._global_backward_pre_hooks]
-    found += [module._forward_hooks for module in called]  # those of modules around it are followed
-    found += [hooks for m in (*called, *around[1:]) for hooks in (m._backward_hooks, m._backward_pre_hooks)]
+    found += [module._forward_hooks for module in itself]
+    found += [hooks for m in (*itself, *around) for hooks in (m._backward_hooks, m._backward_pre_hooks)]
     allowed = ("torch.distributed.", "torch.utils.", "deepspeed.")
     hooks = [h for hooks in found for h in hooks.values() if not getattr(h, "__module__", "").startswith(allowed)]
     require(not hooks, f"{name}'s output layer has a hook, which would see a loss in place of logits")
-    return around[-1], key, linears
