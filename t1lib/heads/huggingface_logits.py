@@ -167,7 +167,8 @@ class Logits:
 
     contiguous = to
     __rmul__ = __mul__
-    __add__ = __radd__ = __sub__ = __rsub__ = __rtruediv__ = __pow__ = __matmul__ = __neg__ = __abs__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __rtruediv__ = __matmul__ = __neg__ = __abs__ = _refuse
+    __pow__ = __rpow__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = _refuse
     __eq__ = __ne__ = __gt__ = __lt__ = __ge__ = __le__ = __setitem__ = __iter__ = __len__ = _refuse
     __hash__ = object.__hash__
 

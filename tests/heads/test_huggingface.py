@@ -304,6 +304,7 @@ LOGITS = {
     "cat": lambda z: torch.cat([z, z]),
     "mul": lambda z: torch.mul(other=z, input=torch.ones(1)),
     "arithmetic": lambda z: 1.0 / z,
+    "arithmetic, comparison": lambda z: z % 2,
     "scaling": lambda z: z * torch.ones(VOCAB),
     "division": lambda z: z / 0.0,
     "tanh": lambda z: z.tanh().tanh(),
