@@ -267,21 +267,14 @@ def called(change) -> None:
 
 def with_a_hook_on_every_module(kind: str) -> None:
     model = patch_head(build("Llama"))
-    handle = getattr(nn.modules.module, f"register_module_{kind}_hook")(lambda *_: None)
-    try:
+    with getattr(nn.modules.module, f"register_module_{kind}_hook")(lambda *_: None):
         model(**batch())
-    finally:
-        handle.remove()
 
 
 def with_a_hook_around() -> nn.Module:
     model = build("Bert")
     model.cls.register_full_backward_hook(lambda module, inner, outer: None)
     return model
-
-
-def on_meta() -> None:
-    patch_head(build("Llama")).to("meta")(**{name: given.to("meta") for name, given in batch().items()})
 
 
 class Own(nn.Linear):
@@ -320,7 +313,7 @@ REFUSED = {
     "ForMaskedLMLoss": lambda: patch_head(transformers.BertForMaskedLM(build("Bert").config)),
     "encoder": lambda: patch_head(transformers.T5ForConditionalGeneration(T5)),
     "BertLMHeadModel's output layer has a hook": lambda: patch_head(with_a_hook_around()),
-    "Parameter of 98 rows on meta": on_meta,
+    "98 rows on meta": lambda: patch_head(build("Llama")).to("meta")(**{k: v.to("meta") for k, v in batch().items()}),
     "not patched": lambda: unpatch_head(build("Qwen3")),
     "unknown head 'fast'": lambda: patch_head(build("Llama"), head="fast"),
     "softcap": lambda: patch_head(build("Llama"), softcap=30.0),
