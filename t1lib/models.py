@@ -159,11 +159,16 @@ def _check(fields: dict[str, Any]) -> None:
     require(not calls, f"{', '.join(calls)} is of a model's calls, no change of the shape; allowed: leave it out")
     choose("model_type", fields["model_type"], CONFIG_MAPPING)
     for name, value in fields.items():
-        most = MOST_LAYERS if name == "num_hidden_layers" else 2**31
-        fits = name not in COUNTS or is_whole(value, 1, most)
-        require(fits, f"{name}={shown(value)}; allowed: 1 or more, at most {most}")
-        share = not name.endswith(("dropout", "pdrop")) or (is_number(value) and 0 <= value <= 1)
-        require(share, f"{name}={shown(value)}; allowed: 0 to 1")
+        if name in COUNTS:
+            most = MOST_LAYERS if name == "num_hidden_layers" else 2**31
+            fits, allowed = is_whole(value, 1, most), f"1 or more, at most {most}"
+        elif name.endswith(("dropout", "pdrop")):
+            fits, allowed = is_number(value) and 0 <= value <= 1, "0 to 1"
+        elif name in ("initializer_range", "rms_norm_eps"):
+            fits, allowed = is_number(value) and value >= 0, "0 or more"
+        else:
+            continue
+        require(fits, f"{name}={shown(value)}; allowed: {allowed}")
     width = fields["head_dim"]
     require(width % 2 == 0, f"head_dim={width}; allowed: even numbers, as positions rotate pairs")
     heads, shared = fields["num_attention_heads"], fields["num_key_value_heads"]

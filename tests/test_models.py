@@ -78,6 +78,7 @@ def test_sizes_are_those_of_the_model_and_of_presets_the_published_ones():
         ("tiny", {"model_type": "nope"}, "unknown model_type 'nope'; allowed: gpt.* more"),
         ("tiny", {"rope_parameters": 5}, "tiny cannot be changed so: TypeError: Field 'rope_parameters' with value 5"),
         ("tiny", {"attention_dropout": 2.0}, "attention_dropout=2.0; allowed: 0 to 1"),
+        ("tiny", {"initializer_range": -1.0}, "initializer_range=-1.0; allowed: 0 or more"),
         *((name, {}, "unknown model") for name in ("a" * 300 + "/b", "a\0b", "")),
         ("tiny", {"num_hidden_layers": 100_000}, "num_hidden_layers=100000; allowed: 1 or more, at most 1024"),
     ],

@@ -95,8 +95,7 @@ def _packed(tensors: Tensors, s: Settings, chunks: int, tail: bool) -> Packed:
     hopper = input.is_cuda and fused_plan.device_of(input.device).kind == "hopper"
     tail = tail and hopper and s.reduction != "none" and w.dim() == 2 and w.shape[0] >= 2048 and w.shape[1] >= 64
     if tail:  # the FP8 kernels take rows on 16-byte boundaries, as those of copies are
-        copied = w.dtype != torch.bfloat16 or w.stride(1) != 1
-        tail = w.shape[1] % 8 == 0 and (copied or w.stride(0) % 8 == 0)
+        tail = w.shape[1] % 8 == 0 and (fused_plan.is_copied(w, compute) or w.stride(0) % 8 == 0)
     early = any(needs) and (tail or _is_early(tensors, s, compute))
     group, rows, sequence = s.shards or (None, (), False)
     return Packed(

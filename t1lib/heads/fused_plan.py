@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from t1lib.heads.options import Options, Settings, Shards, Tensors, evenly_spaced, need_workspace
 
@@ -129,20 +130,33 @@ def layout(shape: Shape, plan: Plan, early: bool) -> dict[str, Buffer]:
 
 
 def bytes_needed(shape: Shape, plan: Plan, early: bool) -> int:
+    return bytes_with(layout(shape, plan, early), shape, plan)
+
+
+def bytes_with(buffers: dict[str, Buffer], shape: Shape, plan: Plan) -> int:
+    """Of the buffers, and of what a pass allocates beside them."""
     loose = TOKEN_BYTES * shape.tokens + CLASS_BYTES * shape.vocab * shape.dw + 24 * shape.hidden + shape.copies
     if shape.ranks:  # four statistics of a chunk's tokens, from each rank
         loose += 16 * (1 + shape.ranks) * plan.capacity
-    return sum(b.nbytes for b in layout(shape, plan, early).values()) + loose + SLACK
+    return sum(b.nbytes for b in buffers.values()) + loose + SLACK
+
+
+def default_workspace(shape: Shape, fixed: int = DEFAULT_WORKSPACE) -> int:
+    return fixed + TOKEN_BYTES * shape.tokens + shape.copies
 
 
 def copies(tensors: Tensors, compute: torch.dtype, rows: int) -> int:
     """Bytes of the copies that the kernels need: of weight and bias, for so many rows of the weight, and of an input
     (…, D) whose tokens are not evenly spaced in memory, as those of `hidden[:, :-1]` are not."""
-    given = [t for t in (tensors.linear_weight, tensors.linear_bias) if t is not None]
-    copied = [t for t in given if t.dtype != compute or (t.dim() > 0 and t.stride(-1) != 1)]
+    e, w, _, b, *_ = tensors
+    copied = [t for t in (w, b) if t is not None and is_copied(t, compute)]
     found = sum(rows * (t.shape[1] if t.dim() == 2 else 1) * compute.itemsize for t in copied)
-    e = tensors.input
     return found if evenly_spaced(e) else found + e.numel() * e.dtype.itemsize
+
+
+def is_copied(operand: Tensor, compute: torch.dtype) -> bool:
+    """Whether the kernels need a copy of a weight or bias: in the products' dtype, with unit stride."""
+    return operand.dtype != compute or (operand.dim() > 0 and operand.stride(-1) != 1)
 
 
 def early_from(tokens: int, vocab: int, hidden: int, itemsize: int, cuda: bool) -> int:
@@ -225,7 +239,7 @@ def plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks:
 @lru_cache(maxsize=1024)
 def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks: int | None) -> Plan:
     planner = Planner(kind, shape, TILES[device.kind, shape.compute.itemsize], device.units)
-    default = (LOSS_WORKSPACE if kind == "loss" else DEFAULT_WORKSPACE) + TOKEN_BYTES * shape.tokens + shape.copies
+    default = default_workspace(shape, LOSS_WORKSPACE if kind == "loss" else DEFAULT_WORKSPACE)
     budget = default if workspace is None else min(workspace, default) if kind == "loss" else workspace
     blocks = ceil(shape.tokens, planner.tiles.m)
     counts = sorted({ceil(blocks, h) for h in range(1, blocks + 1)}) if chunks is None else [min(chunks, blocks)]
@@ -247,9 +261,8 @@ def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks
 
 
 def bytes_held(
-    tokens: int, vocab: int, hidden: int, size: int, workspace: int, chunks: int | None, tail: str | None,
-    early: bool = True,
-) -> int:  # fmt: skip
+    tokens: int, vocab: int, hidden: int, size: int, workspace: int, chunks: int | None, tail: str | None, early: bool
+) -> int:
     """For the planner: what both gradients need within a workspace, or in so many chunks, for operands of `size` bytes
     per element; on this GPU or, if there is none, on an H200. early: whether the forward may compute the gradients.
     Raises `T1Error` as `plan`."""

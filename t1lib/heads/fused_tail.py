@@ -47,8 +47,8 @@ def layout(shape: Shape, plan: Plan) -> dict[str, Buffer]:
 def plan(shape: Shape, workspace: int | None, units: int) -> Plan:
     """The fastest plan of those that fit and have one of the three largest capacities among them; `T1Error` with the
     least workspace if none fits."""
-    default = fused_plan.DEFAULT_WORKSPACE + fused_plan.TOKEN_BYTES * shape.tokens + shape.copies
-    budget, blocks = default if workspace is None else workspace, max(ceil(shape.tokens, BLOCK), 1)
+    budget = fused_plan.default_workspace(shape) if workspace is None else workspace
+    blocks = max(ceil(shape.tokens, BLOCK), 1)
     fit = []
     for capacity in sorted({ceil(blocks, n) * BLOCK for n in range(1, blocks + 1)}, reverse=True):
         for ranges in range(1, RANGES + 1 if shape.de else 2):
@@ -79,9 +79,7 @@ def cost(shape: Shape, found: Plan, ranges: int, units: int) -> float:
 
 
 def bytes_needed(shape: Shape, found: Plan) -> int:
-    loose = fused_plan.TOKEN_BYTES * shape.tokens + fused_plan.CLASS_BYTES * shape.vocab
-    loose += 24 * shape.hidden + shape.copies + fused_plan.SLACK
-    return sum(b.nbytes for b in layout(shape, found).values()) + LARGE_BYTES * found.capacity + loose
+    return fused_plan.bytes_with(layout(shape, found), shape, found) + LARGE_BYTES * found.capacity
 
 
 class Tail(Pass):

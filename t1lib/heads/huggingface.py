@@ -1,25 +1,24 @@
 """`patch_head`: a Hugging Face causal language model computes its loss through one of the kit's heads.
 
-During a call with labels, the model's own forward finds a `_StandIn` in place of its output layer. Calling it returns
-a record of the hidden states, `_Logits`, which notes what the model does to its logits (scales, softcap, shift) until
-the model's own loss asks for their cross-entropy. Whatever else a model does to its logits is refused by name."""
+During a call with labels, the model's own forward finds a `StandIn` in place of its output layer; what that returns,
+and how the model's own loss then comes from a head, is in `huggingface_logits`."""
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial, wraps
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch import nn
 
 from t1lib import heads
-from t1lib.errors import T1Error, is_number, require
+from t1lib.errors import require
+from t1lib.heads.huggingface_logits import Logits, StandIn, instead
 
 DECIDED = "input linear_weight target linear_bias weight reduction ignore_index softcap token_weight return_stats"
 LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # by output layer: one call at a time
@@ -45,7 +44,7 @@ def patch_head(model: nn.Module, *, return_logits: bool = False, **options: Any)
     with torch.device("cpu"):  # checks the options
         heads.linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(2, dtype=torch.int64), **options)
     require(not getattr(lm.config, "is_encoder_decoder", False), f"{name} has an encoder; patch_head takes a decoder")
-    _linears(lm, lm.get_output_embeddings())
+    _output_layer(lm)
     loss = getattr(lm.loss_function, "__name__", type(lm.loss_function).__name__)
     require(lm.loss_function is ForCausalLMLoss, f"{name}'s loss is {loss}; patch_head replaces ForCausalLMLoss only")
     if not patch:
@@ -95,8 +94,7 @@ def _patched(original: Callable) -> Callable:
         labels = next((given[name] for name in ("labels", "shift_labels") if given.get(name) is not None), None)
         # TRL's trainers ask by `fused_lm_head` for log-probabilities that TRL computes itself
         other = labels is None or given.get("fused_lm_head") or self.loss_function is not patch["loss"]
-        # the compiler traces no lock; a compiled call runs no Python that others could disturb
-        with nullcontext() if torch.compiler.is_compiling() else _lock(self):
+        with _lock(self):
             if other or not patch["active"]:
                 return call(*args, **kwargs)
             if given.get("labels") is None:  # a model computes a loss only if it is given labels
@@ -110,8 +108,10 @@ def _patched(original: Callable) -> Callable:
 
 def _lock(lm: nn.Module) -> Any:
     """Of the output layer, which models may share, or of a model that has lost it."""
+    if torch.compiler.is_compiling():  # it traces no lock; a compiled call runs no Python that others could disturb
+        return nullcontext()
     layer = lm.get_output_embeddings()
-    layer = layer.layer if isinstance(layer, _StandIn) else layer  # of a call in another thread
+    layer = layer.layer if isinstance(layer, StandIn) else layer  # of a call in another thread
     return LOCKS.setdefault(layer if isinstance(layer, nn.Module) else lm, threading.RLock())
 
 
@@ -123,48 +123,28 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
 
 
 def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> Any:
-    """Run the model's forward, `call`, with a `_StandIn` as output layer. items: what it divides a sum of losses by."""
-    name, layer = type(lm).__name__, lm.get_output_embeddings()
-    require(not isinstance(layer, _StandIn), f"{name} is called with labels within its own call with labels")
-    stand_in = _StandIn(name, layer, _linears(lm, layer), patch["options"], items)
-    parent, key = next((m, n) for m in lm.modules() for n, child in m._modules.items() if child is layer)
-    with _instead((parent, key, stand_in), (lm, "_loss_function", patch["loss"])):  # torch.compile guards on the latter
+    """Run the model's forward, `call`, with a `StandIn` as output layer. items: what it divides a sum of losses by."""
+    name, (parent, key, linears) = type(lm).__name__, _output_layer(lm)
+    stand_in = StandIn(name, parent._modules[key], linears, patch["options"], items)
+    with instead((parent, key, stand_in), (lm, "_loss_function", patch["loss"])):  # torch.compile guards on the latter
         outputs = call()
-    require(bool(stand_in.losses), f"{name} asks for no cross-entropy of what its output layer returns")
-    pairs = outputs.items() if isinstance(outputs, dict) else enumerate(outputs)  # a ModelOutput is a dict
-    plain = {k: (v.compute() if patch["return_logits"] else None) if isinstance(v, _Logits) else v for k, v in pairs}
-    if not isinstance(outputs, dict):
-        return tuple(plain.values())
-    fields = getattr(outputs, "__dataclass_fields__", plain)
-    made = type(outputs)(**{k: v for k, v in plain.items() if k in fields})
-    for k, v in plain.items():  # what the model has added to its fields
-        if k not in fields:
-            made[k] = v
-    for k, v in getattr(outputs, "__dict__", {}).items():
-        if k not in fields and k not in plain:
-            setattr(made, k, v)
-    return made
+    require(stand_in.asked, f"{name} asks for no cross-entropy of what its output layer returns")
+    parts = outputs if isinstance(outputs, dict) else dict(enumerate(outputs))
+    for place, logits in [(place, part) for place, part in parts.items() if isinstance(part, Logits)]:
+        parts[place] = logits.compute() if patch["return_logits"] else None  # of a ModelOutput, also the field
+        if parts[place] is None and isinstance(parts, OrderedDict):  # a ModelOutput is one, but without entries of None
+            OrderedDict.__delitem__(parts, place)  # which its own method forbids
+    return parts if parts is outputs else tuple(parts.values())
 
 
-@contextmanager
-def _instead(*entries: tuple[nn.Module, str, Any]) -> Iterator[None]:
-    """Within the block, shadow modules' attributes by entries in __dict__; registered modules stay registered."""
-    before = [module.__dict__.get(name) for module, name, _ in entries]
-    for module, name, value in entries:
-        module.__dict__[name] = value
-    try:
-        yield
-    finally:
-        for (module, name, _), value in zip(entries, before, strict=True):
-            module.__dict__[name] = value
-            if value is None:
-                del module.__dict__[name]
-
-
-def _linears(lm: nn.Module, layer: nn.Module | None) -> list[nn.Linear]:
-    """The output layer, or those that PEFT's `modules_to_save` chooses from. `T1Error` for others, such as LoRA's."""
-    name, peft = type(lm).__name__, type(layer).__name__ == "ModulesToSaveWrapper"
-    require(layer is not None, f"{name} has no output layer; patch_head takes a causal language model")
+def _output_layer(lm: nn.Module) -> tuple[nn.Module, str, list[nn.Linear]]:
+    """The module that holds the output layer, its name there, and the layer itself, or those that PEFT's
+    `modules_to_save` chooses from. `T1Error` for a layer that does more, such as LoRA's, or has hooks."""
+    name, layer = type(lm).__name__, lm.get_output_embeddings()
+    require(not isinstance(layer, StandIn), f"{name} is called with labels within its own call with labels")
+    path = next((path for path, module in lm.named_modules() if module is layer), None)
+    require(path is not None, f"{name} has no output layer; patch_head takes a causal language model")
+    peft = type(layer).__name__ == "ModulesToSaveWrapper"
     linears = [layer.original_module, *layer.modules_to_save.values()] if peft else [layer]
     for linear in linears:
         plain = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
@@ -173,167 +153,18 @@ def _linears(lm: nn.Module, layer: nn.Module | None) -> list[nn.Linear]:
         plain &= "forward" not in linear.__dict__ or moves  # accelerate's own hooks only move tensors
         kind = f"{type(linear).__module__}.{type(linear).__name__}"
         require(plain, f"{name}'s output layer is a {kind} that may do more than a product; allowed: a plain nn.Linear")
-    path = next(path for path, module in lm.named_modules() if module is layer).split(".")
-    around = [lm.get_submodule(".".join(path[:n])) for n in range(1, len(path))]  # forward hooks there are followed
-    found = [nn.modules.module._global_forward_hooks, *(module._forward_hooks for module in (layer, *linears))]
-    for module in (layer, *linears, *around):
-        found += [module._backward_hooks, module._backward_pre_hooks]
+    *outer, key = path.split(".")
+    around = [lm.get_submodule(".".join(outer[:n])) for n in range(len(outer) + 1)]  # from the model itself on
+    _require_no_hooks(name, [layer, *linears], around[1:])
+    return around[-1], key, linears
+
+
+def _require_no_hooks(name: str, itself: list[nn.Module], around: list[nn.Module]) -> None:
+    """On what the output layer returns, `itself` or all modules; forward hooks of modules around it are followed."""
+    every = nn.modules.module
+    found = [every._global_forward_hooks, every._global_backward_hooks, every._global_backward_pre_hooks]
+    found += [module._forward_hooks for module in itself]
+    found += [hooks for m in (*itself, *around) for hooks in (m._backward_hooks, m._backward_pre_hooks)]
     allowed = ("torch.distributed.", "torch.utils.", "deepspeed.")
     hooks = [h for hooks in found for h in hooks.values() if not getattr(h, "__module__", "").startswith(allowed)]
     require(not hooks, f"{name}'s output layer has a hook, which would see a loss in place of logits")
-    return linears
-
-
-@dataclass(eq=False)
-class _StandIn:
-    """What a model finds in place of its output layer, for one call."""
-
-    model: str  # its name
-    layer: nn.Module
-    linears: list[nn.Linear]
-    options: dict
-    items: Any  # what the model divides a sum of losses by
-    losses: list[Tensor] = field(default_factory=list)  # that the model has asked for
-
-    rows = property(lambda self: self.linears[0].out_features)  # PEFT's copy of a tied layer has its sizes swapped
-
-    def __call__(self, hidden: Tensor) -> "_Logits":
-        unversioned = torch.compiler.is_compiling() or hidden.is_inference()
-        kind, version = hidden.device.type, None if unversioned else hidden._version
-        autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        return _Logits(self, hidden, self.rows, call=(hidden, version, torch.is_grad_enabled(), autocast))
-
-    def __getattr__(self, name: str) -> Any:  # Mamba casts to the weight's dtype
-        return getattr(self.layer, name)
-
-
-@dataclass(eq=False)
-class _Logits:
-    """Logits not yet computed: the first `columns` of z = `scale` · layer(`hidden`), or of `cap` · tanh(z)."""
-
-    source: _StandIn
-    hidden: Tensor
-    columns: int
-    scale: float = 1.0
-    cap: float | None = None
-    cast: torch.dtype | None = None  # what the model casts them to: applied only to logits for the caller
-    call: tuple = ()  # of the layer: the hidden states and their version, whether with gradients, autocast
-    shared: bool = False  # others were made of it, or it of another: what is done in place to one may concern both
-
-    shape = property(lambda self: torch.Size((*self.hidden.shape[:-1], self.columns)))
-
-    def compute(self) -> Tensor:
-        with self._as_called():
-            logits = self.source.layer(self.hidden)[..., : self.columns] * self.scale
-        logits = logits if self.cap is None else self.cap * torch.tanh(logits)
-        return logits if self.cast is None else logits.to(self.cast)
-
-    @contextmanager
-    def _as_called(self) -> Iterator[None]:
-        hidden, version, gradients, autocast = self.call
-        same = version is None or hidden._version == version
-        require(same, f"{self.source.model} changes its hidden states in place after its output layer has read them")
-        with torch.set_grad_enabled(gradients and torch.is_grad_enabled()), torch.autocast(*autocast):
-            yield
-
-    def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **given: Any) -> Tensor:
-        # within a call of the layer, because its hooks gather its weight (FSDP2, ZeRO)
-        source, loss = self.source, partial(self._loss, target, {"weight": weight, **given, **self.source.options})
-        shadows = ((linear, "forward", partial(loss, linear)) for linear in source.linears)
-        with _instead(*shadows), self._as_called():
-            source.losses.append(source.layer(self.hidden))
-        return source.losses[-1]
-
-    def _loss(self, target: Tensor, options: dict, linear: nn.Linear, hidden: Tensor) -> Tensor:
-        weight, bias, items = linear.weight, linear.bias, self.source.items
-        whole = len(weight) == self.source.rows
-        plain = whole and not (weight.is_meta or is_traceable_wrapper_subclass(weight))
-        found = f"{type(weight).__name__} of {len(weight)} rows on {weight.device}"
-        require(plain, f"the output layer's weight is a {found}; allowed: a plain tensor of out_features rows")
-        if self.columns < len(weight):
-            weight, bias = weight[: self.columns], None if bias is None else bias[: self.columns]
-        factor = self.scale * (1.0 if self.cap is None else self.cap)
-        hidden = hidden.to(weight.device)
-        if abs(factor - 1.0) >= 1e-12:  # the model scales what the layer returns, its bias included
-            hidden, bias = hidden * factor, None if bias is None else bias * factor
-        options, target = {"linear_bias": bias, "softcap": self.cap, **options}, target.to(weight.device)
-        if items is None or options.get("reduction") != "sum":
-            return heads.linear_cross_entropy(hidden, weight, target, **options)
-        # divide through token_weight, so that gradients are divided before rounding to 16 bits; undo it in the loss
-        number = torch.as_tensor(items, dtype=torch.float32, device=weight.device)
-        share = number.reciprocal().expand(target.shape)
-        return heads.linear_cross_entropy(hidden, weight, target, token_weight=share, **options) * number
-
-    def _with(self, **changes: Any) -> "_Logits":
-        self.shared = True
-        return replace(self, **changes)
-
-    def __mul__(self, factor: Any) -> "_Logits":
-        name = "scale" if self.cap is None else "cap"
-        return self._with(**{name: getattr(self, name) * factor}) if is_number(factor) else self._refuse("scaling")
-
-    def __truediv__(self, divisor: Any) -> "_Logits":
-        return self * (1 / divisor) if is_number(divisor) and divisor else self._refuse("division")
-
-    def __imul__(self, factor: Any) -> "_Logits":
-        if self.shared:  # another may be a view of the same tensor, or a copy
-            self._refuse("a change in place")
-        vars(self).update(vars(self * factor), shared=False)
-        return self
-
-    def __itruediv__(self, divisor: Any) -> "_Logits":
-        return self.__imul__(1 / divisor) if is_number(divisor) and divisor else self._refuse("division")
-
-    def tanh(self) -> "_Logits":
-        return self._with(cap=1.0) if self.cap is None else self._refuse("tanh twice")
-
-    def to(self, *args: Any, **kwargs: Any) -> "_Logits":
-        """Noted only for `compute`: a head computes in float32, and where the weight is."""
-        dtype = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.dtype)), self.cast)
-        return self._with(cast=dtype)
-
-    def float(self) -> "_Logits":
-        return self.to(torch.float32)
-
-    def size(self, dim: int) -> int:
-        return self.shape[dim]
-
-    def view(self, *shape: int) -> "_Logits":
-        return self._with(hidden=self.hidden.flatten(0, -2)) if shape == (-1, self.columns) else self._refuse("view")
-
-    def __getitem__(self, key: Any) -> "_Logits":
-        slices = isinstance(key, tuple) and all(part is Ellipsis or isinstance(part, slice) for part in key)
-        columns = range(self.columns)[key[-1]] if slices and key[0] is Ellipsis and len(key) > 1 else range(0)
-        if not columns or columns != range(len(columns)):
-            self._refuse("indexing")
-        return self._with(hidden=self.hidden[(*key[:-1], slice(None))], columns=len(columns))
-
-    def __eq__(self, other: object) -> NoReturn:  # and !=, which asks it
-        self._refuse("comparison")
-
-    __hash__ = object.__hash__
-
-    def _refuse(self, what: Any = None, *_: Any) -> NoReturn:
-        what = what if isinstance(what, str) else "arithmetic or assignment"
-        allowed = "scaling by a number, softcap, cross-entropy"
-        raise T1Error(f"{self.source.model} does to its logits what no head can follow: {what}. Allowed: {allowed}")
-
-    contiguous = to
-    __rmul__ = __mul__
-    __add__ = __radd__ = __sub__ = __rsub__ = __rtruediv__ = __pow__ = __matmul__ = __neg__ = __abs__ = _refuse
-    __gt__ = __lt__ = __ge__ = __le__ = __setitem__ = __iter__ = _refuse
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.hidden, name) if name in ("dtype", "device") else self._refuse(name)
-
-    @classmethod
-    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        given = [part for v in (*args, *kwargs.values()) for part in (v if isinstance(v, list | tuple) else [v])]
-        note = next(part for part in given if isinstance(part, cls))
-        if function is nn.functional.cross_entropy:
-            given = {name: v for name, v in kwargs.items() if name != "input" and v is not None}
-            return note.cross_entropy(*args[1:], **given)
-        return note.tanh() if function in (torch.tanh, nn.functional.tanh) else note._refuse(function.__name__)

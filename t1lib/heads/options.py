@@ -45,9 +45,9 @@ class Tensors(NamedTuple):
 
 def evenly_spaced(input: Tensor) -> bool:
     """Whether an input (…, D) can be viewed as (N, D); `hidden[:, :-1]`, for one, must be copied."""
-    if input.dim() < 3:
-        return True
-    outer = [(size, stride) for size, stride in zip(input.shape[:-1], input.stride(), strict=False) if size != 1]
+    outer = list(zip(input.shape[:-1], input.stride(), strict=False))
+    if not torch.compiler.is_compiling():  # the compiler may not know whether a size is 1: it counts as others do
+        outer = [(size, stride) for size, stride in outer if size != 1]
     return all(stride == size * inner for (_, stride), (size, inner) in pairwise(outer))
 
 

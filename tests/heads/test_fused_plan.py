@@ -10,7 +10,7 @@ import torch
 from head_cases import least_of
 
 from t1lib.heads.fused_plan import TILES, Device, Shape, bytes_needed, copies, device_of, early_from, layout, plan
-from t1lib.heads.options import Tensors
+from t1lib.heads.options import Tensors, evenly_spaced
 
 HOPPER, INTERPRETER = Device("hopper", 132), Device("interpreter", 4)
 SHAPES = {  # N, V, D
@@ -102,3 +102,13 @@ def test_an_input_whose_tokens_are_not_evenly_spaced_is_copied_and_the_copy_coun
     for given in (*even, e[:, :-1], e.transpose(0, 1), e.expand(2, 2, 5, 8)):
         copied = given.flatten(0, -2).untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
         assert copies(Tensors(given, w, None, None, None, None), e.dtype, 3) == copied * given.nbytes, given.shape
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_the_compiler_need_not_know_how_many_tokens_are_evenly_spaced():
+    def chosen(e, kept):
+        e = e[kept][None]
+        return e * evenly_spaced(e)
+
+    e, kept = torch.ones(5, 8), torch.arange(5) > 1
+    assert torch.equal(torch.compile(chosen, fullgraph=True, backend="eager")(e, kept), e[None, 2:])

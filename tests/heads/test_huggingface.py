@@ -265,13 +265,10 @@ def called(change) -> None:
     model(**batch())
 
 
-def with_a_hook_on_every_module() -> None:
+def with_a_hook_on_every_module(kind: str) -> None:
     model = patch_head(build("Llama"))
-    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
-    try:
+    with getattr(nn.modules.module, f"register_module_{kind}_hook")(lambda *_: None):
         model(**batch())
-    finally:
-        handle.remove()
 
 
 def with_a_hook_around() -> nn.Module:
@@ -293,17 +290,20 @@ OUTPUT_LAYERS = {
     ".Linear that": lambda lm: setattr(lm.lm_head, "forward", lambda hidden: hidden),
     ".Linear that may": lambda lm: lm.lm_head.__dict__.update(forward=lambda hidden: hidden, _hf_hook=object()),
     "on meta": lambda lm: lm.lm_head.to("meta"),
+    "has no output layer": lambda lm: setattr(lm, "get_output_embeddings", lambda: nn.Linear(16, VOCAB)),
 }
 LOGITS = {
     "mean": lambda z: z - z.mean(),
     "cat": lambda z: torch.cat([z, z]),
     "mul": lambda z: torch.mul(other=z, input=torch.ones(1)),
     "arithmetic": lambda z: 1.0 / z,
+    "arithmetic, comparison": lambda z: z % 2,
     "scaling": lambda z: z * torch.ones(VOCAB),
     "division": lambda z: z / 0.0,
     "tanh": lambda z: z.tanh().tanh(),
     "indexing": lambda z: z[..., 3:],
     "comparison": lambda z: z * (z == 0),
+    "assignment": lambda z: z[: len(z)],
     "Odd asks for no cross-entropy of what its output layer": None,
 }
 REFUSED = {
@@ -313,10 +313,13 @@ REFUSED = {
     "ForMaskedLMLoss": lambda: patch_head(transformers.BertForMaskedLM(build("Bert").config)),
     "encoder": lambda: patch_head(transformers.T5ForConditionalGeneration(T5)),
     "BertLMHeadModel's output layer has a hook": lambda: patch_head(with_a_hook_around()),
+    "98 rows on meta": lambda: patch_head(build("Llama")).to("meta")(**{k: v.to("meta") for k, v in batch().items()}),
     "not patched": lambda: unpatch_head(build("Qwen3")),
     "unknown head 'fast'": lambda: patch_head(build("Llama"), head="fast"),
     "softcap": lambda: patch_head(build("Llama"), softcap=30.0),
-    "layer has a hook": with_a_hook_on_every_module,
+    "layer has a hook": partial(with_a_hook_on_every_module, "forward"),
+    "layer has a hook, which": partial(with_a_hook_on_every_module, "full_backward"),
+    "has a hook, which would": partial(with_a_hook_on_every_module, "full_backward_pre"),
     **{message: partial(called, change) for message, change in OUTPUT_LAYERS.items()},
     **{what: lambda change=change: patch_head(odd(change))(**batch()) for what, change in LOGITS.items()},
 }
@@ -327,19 +330,20 @@ def test_what_is_refused_is_named(message):
     refused(REFUSED[message], message)
 
 
-@pytest.mark.parametrize("changed", ["itself", "derived"])
+@pytest.mark.parametrize("changed", ["itself", "new", "old", "view"])
 def test_logits_scaled_in_place(changed):
     """Under every name, or not at all."""
 
     def change(logits):
-        other = logits if changed == "itself" else logits.contiguous()
+        new = logits.contiguous() if changed == "view" else logits / 3.0
+        other = new if changed in ("new", "view") else logits
         other *= 2.0
         other /= 0.5
-        return logits
+        return new if changed in ("new", "old") else logits
 
     own = odd(change)
     ours = patch_head(copy.deepcopy(own))
-    if changed == "derived":
+    if changed == "view":
         refused(lambda: ours(**batch()), "in place")
     else:
         compare(own, ours, **batch())
