@@ -161,7 +161,7 @@ class _OnDevice:
         """What no phase frees: weights and state on the device, buffers, and two tensors of the hidden states' size."""
         work, choice = self.work, self.choice
         layers = choice.resident * self.weights + self.trained_resident * work.layer * work.state + work.aside
-        outside = self.outer + work.still * work.itemsize + work.outer * work.state * (choice.outer == "device")
+        outside = self.outer + work.outer * work.state * (choice.outer == "device")
         slots = choice.slots * (choice.resident < work.layers) + choice.grad_slots * (self.trained_streamed > 0)
         # Pieces of state that travels, with weights and gradients.
         each, guests = work.state + (1 + work.together) * work.itemsize, choice.outer == "host"
@@ -255,7 +255,7 @@ def fsdp_ms(work: Work, machine: Machine) -> float:
     """Time of a step in mode fsdp with offload, in one process: copies, and the host's updates, run beside nothing."""
     computing = sum(_computing_ms(work, Choice(), machine))
     trained = (work.layers - work.frozen) * work.layer + work.outer
-    copied = (2 * work.layers * work.layer + work.outer + work.still + trained) * work.itemsize * work.pieces
+    copied = (2 * work.layers * work.layer + work.outer + trained) * work.itemsize * work.pieces
     updated = trained * (3 * work.itemsize + 2 * work.state) / (ALONE * machine.update)
     return computing + _head_ms(work, machine) + (copied / machine.link + updated) * 1e3
 

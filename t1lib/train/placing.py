@@ -104,7 +104,8 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
             inner, lambda p: engine.precision.state_dtypes(p, *groups), rows=rows, seq=seq,
             micro_batch=engine.micro_batch, workspace=DEFAULT_WORKSPACE, together=not engine.in_backward,
             layers=engine.stack, trained=trained, cuda=engine.device.type == "cuda",
-            accumulates=engine.accumulate, **_measured(engine, piece, inner, seq),
+            accumulates=engine.accumulate, streamed=engine.layout.shapes, travelling=engine.may_travel(),
+            **_measured(engine, piece, inner, seq),
         )  # fmt: skip
     if not work.vocabulary:
         return work
