@@ -137,7 +137,7 @@ def work_of(
     require(len(layers) > 0, "a model without layers; allowed: a stack of one layer or more")
     trained = {p for p in model.parameters() if p.requires_grad} if trained is None else set(trained)
     own = [[p for n, p in layer.named_parameters() if streamed is None or n in streamed] for layer in layers]
-    numel, dtype, state = _count(own[0]), own[0][0].dtype, dtypes_of(own[0][0])
+    numel, dtype, state = sum(p.numel() for p in own[0]), own[0][0].dtype, dtypes_of(own[0][0])
     outer = trained.difference(*own) if travelling is None else {*travelling}
     rest = {*model.parameters()}.difference(outer, *own)
     aside = sum(tensor.nbytes for tensor in (*rest, *(p for p in rest if p.requires_grad), *model.buffers()))
@@ -150,7 +150,7 @@ def work_of(
     heads = getattr(config, "num_attention_heads", 0)  # none in a model without such a configuration
     attention = heads and heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return Work(
-        layers=len(layers), layer=numel, outer=_count(outer), hidden=hidden or config.hidden_size,
+        layers=len(layers), layer=numel, outer=sum(p.numel() for p in outer), hidden=hidden or config.hidden_size,
         itemsize=dtype.itemsize, saved=saved_bytes(config, dtype, seq) if saved is None else saved,
         state=sum(kind.itemsize for kind in state.values()), tokens=rows * seq, micro_tokens=micro_tokens,
         workspace=workspace * (output is not None), together=together, accumulates=accumulates, aside=aside,
@@ -161,10 +161,6 @@ def work_of(
         attention=2 * (seq + SHORT) * attention, graphed=cuda and micro_tokens <= launch_bound(numel),
         masters="master" in state, split="low" in state, cuda=cuda,
     )  # fmt: skip
-
-
-def _count(params: Iterable[nn.Parameter]) -> int:
-    return sum(p.numel() for p in params)
 
 
 def in_mode(work: Work, mode: str, head: str) -> Work:
