@@ -186,20 +186,15 @@ class Passes:
             if held is not None:
                 held.refuse_hooks()
             for k, (piece, part) in enumerate(zip(pieces, grad.split(saved.rows or len(grad)), strict=True)):
-                if kept:
-                    x, out = piece
-                else:
-                    with saved.autocast():
-                        if saved.random[k] is None and self._may_replay(index, piece):
-                            if k == 0:
-                                schedule.bind_gradients(index)
-                            found.append(self._replay(index, piece, part, wanted))
-                            replayed = True
-                            continue
-                        with saved.drawing_again(k), self.engine.trace.span("compute", "recompute", index):
-                            x, out = self._with_graph(index, piece, wanted, recompute=True)
+                graph = piece if kept else self._recomputed(index, piece, saved, k, wanted)
                 if k == 0:
                     schedule.bind_gradients(index)  # not before: it waits for a slot
+                if graph is None:
+                    with saved.autocast():
+                        found.append(self._replay(index, piece, part, wanted))
+                    replayed = True
+                    continue
+                x, out = graph
                 with self.engine.trace.span("compute", "backward", index):
                     if out.requires_grad:  # not if the layer was skipped, and its input needs no gradient
                         torch.autograd.backward(out, part)
@@ -214,6 +209,16 @@ class Passes:
         if not wanted:
             return None
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _recomputed(
+        self, index: int, piece: Piece, saved: Saved, number: int, wanted: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """Recompute the layer on a micro-batch; returns its input and its output. None: a CUDA graph is to do it"""
+        with saved.autocast():
+            if saved.random[number] is None and self._may_replay(index, piece):
+                return None
+            with saved.drawing_again(number), self.engine.trace.span("compute", "recompute", index):
+                return self._with_graph(index, piece, wanted, recompute=True)
 
     def _replay(self, index: int, piece: Piece, part: Tensor, wanted: bool) -> Tensor | None:
         """Recompute the layer and run its backward as one CUDA graph; returns the input's gradient."""
