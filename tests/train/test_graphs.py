@@ -84,12 +84,12 @@ def test_a_budget_counts_the_head_with_its_options(monkeypatch):
     wrapped.forward = partial(wrapped.forward)  # stays when the patch is undone
     for model, head in [
         (llama(), None), (unpatch_head(wrapped), None), (patch_head(llama(), **own), None), (llama(), own),
-        (patch_head(llama()), None),
+        (patch_head(llama()), None), (llama(), {"tail": "fp8"}),
     ]:  # fmt: skip
         with streaming(model, gpu_memory="1GiB", plan_for=(2, 6), head=head):
             pass
-    full, undone, patched, given, eight = seen
-    assert full == undone and patched == given > eight
+    full, undone, patched, given, eight, in_fp8 = seen
+    assert full == undone and patched == given > eight == in_fp8
 
 
 @pytest.mark.parametrize("wide", [False, True])
