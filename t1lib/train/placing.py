@@ -107,8 +107,8 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
             accumulates=engine.accumulate, streamed=engine.layout.shapes, travelling=engine.may_travel(),
             **_measured(engine, piece, inner, seq),
         )  # fmt: skip
-    if not work.vocabulary:
-        return work
+    if not work.vocabulary:  # the model does not tell its output layer
+        return replace(work, workspace=head.get("workspace") or 0)
     work = with_head(work, **head)
     logits = work.tokens * work.vocabulary * work.itemsize * (not given)  # a model's own loss returns them, too
     return replace(work, workspace=work.workspace + logits)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from stream_cases import in_pieces, streaming
 from stream_loops import adamw, own_clip, sgd, train
-from stream_models import SHAPE, adapted, data, layers_of, llama, made
+from stream_models import SHAPE, adapted, blocks, data, layers_of, llama, made
 from torch import nn
 from transformers import LlamaConfig
 
@@ -77,7 +77,8 @@ def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
 
 
 def test_a_budget_counts_the_head_with_its_options(monkeypatch):
-    """That of `patch_head`, unless it was undone; or of the argument `head`."""
+    """That of `patch_head`, unless it was undone; or of the argument `head`, of which a model that does not tell its
+    output layer leaves the workspace."""
     seen, own = [], {"head": "chunked", "chunks": 1}
     monkeypatch.setattr(placing, "choose_plan", lambda work, *rest: seen.append(work.workspace) or Choice())
     wrapped = patch_head(llama(), **own)
@@ -88,6 +89,9 @@ def test_a_budget_counts_the_head_with_its_options(monkeypatch):
     ]:  # fmt: skip
         with streaming(model, gpu_memory="1GiB", plan_for=(2, 6), head=head):
             pass
+    with streaming(blocks(), gpu_memory="1GiB", head={"workspace": "3MiB"}) as (streamed, own):
+        train(streamed, own, data(1))
+    assert seen.pop() == 3 * 2**20
     full, undone, patched, given, eight, in_fp8 = seen
     assert full == undone and patched == given > eight == in_fp8
 
