@@ -161,7 +161,7 @@ class _OnDevice:
         """What no phase frees: weights and state on the device, buffers, and two tensors of the hidden states' size."""
         work, choice = self.work, self.choice
         layers = choice.resident * self.weights + self.trained_resident * work.layer * work.state + work.aside
-        outside = self.outer + work.still * work.itemsize + work.outer * work.state * (choice.outer == "device")
+        outside = self.outer + work.outer * work.state * (choice.outer == "device")
         slots = choice.slots * (choice.resident < work.layers) + choice.grad_slots * (self.trained_streamed > 0)
         # Pieces of state that travels, with weights and gradients.
         each, guests = work.state + (1 + work.together) * work.itemsize, choice.outer == "host"
@@ -222,40 +222,61 @@ def host_bytes(work: Work, choice: Choice) -> Any:
 
 def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
     """Time of a step in a mode other than fsdp: forward, head, backward, and updates of what is on the device."""
-    trained, streamed = trained_layers(work, choice)
-    moving, weights, link = work.layers - choice.resident, work.layer * work.itemsize, 1e3 / machine.link
-    travels = streamed * (1 - choice.host_share) * (work.state > 0) * (not work.together)  # layers' state
-    forward, backward = _computing_ms(work, choice, machine, 1 + BESIDE * travels / work.layers)
-    # In the backward weights and inputs come in, gradients or new weights go out; in the forward, those of the head.
-    inputs = (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
-    outer = work.outer * outer_bytes(work) * (choice.outer == "host")
-    again = np.maximum(moving - choice.slots, 0) * weights
-    leaving = (streamed - waiting_layers(work, choice)) * weights
-    copies = link * (travels * work.layer * work.state + np.maximum(again + inputs, leaving))
-    # The backward can run ahead of the link by one layer for each gradient slot beyond the first.
-    backward = _longer(backward, copies - (choice.grad_slots - 1) * copies / np.maximum(moving, 1))
-    if choice.host_share < 1 and not work.masters and choice.slots == 2:
-        backward = backward + (streamed > 0) * weights * link  # an update reads the slot for which the next ones wait
-    if work.together:
-        # A forward in which layers are updated cannot hide the copies for embedding and head (measured).
-        forward = _updating_forward_ms(work, choice, machine, forward, link * inputs) + link * outer
-    else:
-        forward = _longer(forward, link * (outer + np.maximum(moving * weights, inputs)))
+    phases, (one, _) = _Phases(work, choice, machine), _layer_ms(work, machine)
+    forward, backward = phases.forward(), phases.backward()
     # The first layer that streams in the next step waits for the link.
-    waits = np.maximum(copies - backward - first_streamed(work, choice) * _layer_ms(work, machine)[0], 0)
-    # What is on the device is updated at the end.
-    updated = (trained * work.layer + work.outer * (choice.outer == "device")) * (3 * work.itemsize + 2 * work.state)
-    last = np.maximum(updated / (UPDATE * machine.memory) * 1e3, trained * UPDATE_LAUNCHES * machine.launch_ms)
-    host = streamed * choice.host_share * _host_update_ms(work, machine)
-    step = forward + _head_ms(work, machine) + backward + waits + last
+    waits = np.maximum(phases.copies - backward - first_streamed(work, choice) * one, 0)
+    step = forward + _head_ms(work, machine) + backward + waits + phases.end()
+    host = phases.streamed * choice.host_share * _host_update_ms(work, machine)
     return step if work.together else np.maximum(step + HELD_UP * host, host)
+
+
+class _Phases:
+    """Times of a step's phases. Copies over the link run beside what the device computes."""
+
+    def __init__(self, work: Work, choice: Choice, machine: Machine) -> None:
+        self.work, self.choice, self.machine, self.link = work, choice, machine, 1e3 / machine.link  # ms per byte
+        self.trained, self.streamed = trained_layers(work, choice)
+        self.moving, self.weights = work.layers - choice.resident, work.layer * work.itemsize
+        travels = self.streamed * (1 - choice.host_share) * (work.state > 0) * (not work.together)  # layers' state
+        self.computing = _computing_ms(work, choice, machine, 1 + BESIDE * travels / work.layers)
+        inputs = (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize
+        self.inputs = inputs * (choice.inputs == "host")
+        # In the backward weights and inputs come in, gradients or new weights go out.
+        again = np.maximum(self.moving - choice.slots, 0) * self.weights
+        leaving = (self.streamed - waiting_layers(work, choice)) * self.weights
+        self.copies = self.link * (travels * work.layer * work.state + np.maximum(again + self.inputs, leaving))
+
+    def forward(self) -> Any:
+        """Inputs leave, weights come in or are updated, and embedding and head with their state come and go."""
+        work, choice, inputs = self.work, self.choice, self.link * self.inputs
+        outer = work.outer * outer_bytes(work) * (choice.outer == "host")
+        if work.together:
+            # A forward in which layers are updated cannot hide the copies for embedding and head (measured).
+            return _updating_forward_ms(work, choice, self.machine, self.computing[0], inputs) + self.link * outer
+        return _longer(self.computing[0], self.link * (outer + np.maximum(self.moving * self.weights, self.inputs)))
+
+    def backward(self) -> Any:
+        """It can run ahead of the link by one layer for each gradient slot beyond the first."""
+        ahead = (self.choice.grad_slots - 1) * self.copies / np.maximum(self.moving, 1)
+        found = _longer(self.computing[1], self.copies - ahead)
+        # An update that reads the weights in their slot holds up the next ones, if there is no third slot.
+        held_up = self.choice.host_share < 1 and not self.work.masters and self.choice.slots == 2
+        return found + (self.streamed > 0) * self.weights * self.link * held_up
+
+    def end(self) -> Any:
+        """What is on the device is updated."""
+        work, launches = self.work, self.trained * UPDATE_LAUNCHES * self.machine.launch_ms
+        values = self.trained * work.layer + work.outer * (self.choice.outer == "device")
+        updated = values * (3 * work.itemsize + 2 * work.state)
+        return np.maximum(updated / (UPDATE * self.machine.memory) * 1e3, launches)
 
 
 def fsdp_ms(work: Work, machine: Machine) -> float:
     """Time of a step in mode fsdp with offload, in one process: copies, and the host's updates, run beside nothing."""
     computing = sum(_computing_ms(work, Choice(), machine))
     trained = (work.layers - work.frozen) * work.layer + work.outer
-    copied = (2 * work.layers * work.layer + work.outer + work.still + trained) * work.itemsize * work.pieces
+    copied = (2 * work.layers * work.layer + work.outer + trained) * work.itemsize * work.pieces
     updated = trained * (3 * work.itemsize + 2 * work.state) / (ALONE * machine.update)
     return computing + _head_ms(work, machine) + (copied / machine.link + updated) * 1e3
 
@@ -298,8 +319,7 @@ def _computing_ms(work: Work, choice: Choice, machine: Machine, beside: Any = 1.
 def _updating_forward_ms(work: Work, choice: Choice, machine: Machine, computing: Any, others: Any) -> Any:
     """Time of a forward beside which streamed layers are updated in order, each before it runs. If the device updates a
     layer, its state, gradients and, without whole masters, weights come in, and state and weights go out; if the CPU
-    does, its weights come in. Either waits for a slot that earlier layers may hold (without that, 636 ms were predicted
-    where 702 were measured). others: the link's time for all else"""
+    does, its weights come in. Either waits for a slot that earlier layers hold. others: the link's time for all else"""
     plain, one = work.layer * work.itemsize / machine.link * 1e3, computing / work.layers
     come = (not work.masters) + (choice.grads == "host")  # weights and gradients, beside the state
     crowd = CROWDED[choice.host_share > 0] if choice.host_share < 1 and work.state else 1.0

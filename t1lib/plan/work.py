@@ -1,7 +1,7 @@
 """What a training step of a model needs: counts of parameters, bytes and operations, found without training it."""
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,7 +28,7 @@ class Work:
 
     layers: int
     layer: int  # parameters of a layer that stream, or stay as a whole
-    outer: int  # trained parameters outside the layers, of the layers' dtype
+    outer: int  # trained parameters outside the layers whose state may travel
     hidden: int  # width of a layer's input
     itemsize: int  # bytes of a weight, and of an activation
     saved: int  # bytes per token that a layer's backward needs beyond its weights
@@ -40,9 +40,8 @@ class Work:
     accumulates: bool = False  # whether gradients of earlier backwards may be there when a streamed step begins
     streams: bool = True  # whether layers run one at a time, as in mode slide, each on the whole batch
     frozen: int = 0  # layers that are not trained; the first ones
-    aside: int = 0  # bytes that never leave the device: buffers; adapters and others, with gradients and state
+    aside: int = 0  # bytes that never leave the device: buffers; all other parameters, with gradients and state
     inner: int = 0  # width of a layer's widest activation
-    still: int = 0  # frozen parameters outside the layers, of the layers' dtype
     head: int = 0  # parameters of the output layer, if the loss uses it
     tied: int = 0  # of them, those that are also the embedding's, and trained
     largest: int = 0  # elements of the largest parameter
@@ -121,25 +120,28 @@ def work_of(
     model: nn.Module, dtypes_of: DtypesOf, *, rows: int, seq: int, micro_batch: int | None = None,
     workspace: int = 2**29, together: bool = True, layers: Sequence[nn.Module] | None = None,
     trained: Collection[nn.Parameter] | None = None, hidden: int | None = None, saved: int | None = None,
-    cuda: bool = True, accumulates: bool = False,
+    cuda: bool = True, accumulates: bool = False, streamed: Container[str] | None = None,
+    travelling: Collection[nn.Parameter] | None = None,
 ) -> Work:  # fmt: skip
     """The counts for a step of `rows` × `seq` tokens in mode slide, `micro_batch` rows at a time.
 
     dtypes_of   gives dtypes of a parameter's optimizer state, such as `OptimizerSpec.state_dtypes`
     layers      the stack of alike layers (None: a Hugging Face decoder's own)
     trained     the parameters that are trained (None: those that require a gradient)
+    streamed    names of each layer's parameters that stream (None: all), all of them trained in a layer, or none
+    travelling  trained parameters outside the layers whose state may travel (None: all)
     hidden      with `saved`, as in `Work` (None: by the model's configuration, and by running a layer of it)
     """
     config = getattr(model, "config", None)
     layers = split(model).layers if layers is None else layers
     require(len(layers) > 0, "a model without layers; allowed: a stack of one layer or more")
     trained = {p for p in model.parameters() if p.requires_grad} if trained is None else set(trained)
-    streams, aside, frozen = _streaming(layers, trained, dtypes_of)
-    numel, dtype, state = _count(streams), streams[0].dtype, dtypes_of(streams[0])
-    outside = {*model.parameters()} - {p for layer in layers for p in layer.parameters()}
-    foreign = {p for p in outside if p.dtype != dtype or not p.is_contiguous()}  # never travel
-    aside += _held(foreign, trained, dtypes_of) + sum(buffer.nbytes for buffer in model.buffers())
-    outside -= foreign
+    own = [[p for n, p in layer.named_parameters() if streamed is None or n in streamed] for layer in layers]
+    numel, dtype, state = sum(p.numel() for p in own[0]), own[0][0].dtype, dtypes_of(own[0][0])
+    outer = trained.difference(*own) if travelling is None else {*travelling}
+    rest = {*model.parameters()}.difference(outer, *own)
+    aside = sum(tensor.nbytes for tensor in (*rest, *(p for p in rest if p.requires_grad), *model.buffers()))
+    aside += sum(p.numel() * kind.itemsize for p in rest & trained for kind in dtypes_of(p).values())
     output = getattr(model, "get_output_embeddings", lambda: None)()
     vocabulary, width = (0, 0) if output is None else output.weight.shape
     both = output is not None and output.weight is model.get_input_embeddings().weight and output.weight in trained
@@ -148,39 +150,17 @@ def work_of(
     heads = getattr(config, "num_attention_heads", 0)  # none in a model without such a configuration
     attention = heads and heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return Work(
-        layers=len(layers), layer=numel, outer=_count(outside & trained), hidden=hidden or config.hidden_size,
+        layers=len(layers), layer=numel, outer=sum(p.numel() for p in outer), hidden=hidden or config.hidden_size,
         itemsize=dtype.itemsize, saved=saved_bytes(config, dtype, seq) if saved is None else saved,
         state=sum(kind.itemsize for kind in state.values()), tokens=rows * seq, micro_tokens=micro_tokens,
-        workspace=workspace * (output is not None), together=together, accumulates=accumulates, frozen=frozen,
-        aside=aside, inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() > 1), default=0),
-        still=_count(outside - trained), head=vocabulary * width, tied=tied,
+        workspace=workspace * (output is not None), together=together, accumulates=accumulates, aside=aside,
+        inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() > 1), default=0), tied=tied,
+        frozen=sum(trained.isdisjoint(params) for params in own), head=vocabulary * width,
         largest=max(p.nbytes for p in model.parameters()) // dtype.itemsize, vocabulary=vocabulary,
         # Two products, half of whose entries count, and more for the lower rate of short rows; windows are ignored.
         attention=2 * (seq + SHORT) * attention, graphed=cuda and micro_tokens <= launch_bound(numel),
         masters="master" in state, split="low" in state, cuda=cuda,
     )  # fmt: skip
-
-
-def _streaming(layers: Sequence[nn.Module], trained: set[nn.Parameter], dtypes_of: DtypesOf) -> tuple[list, int, int]:
-    """A layer's streaming parameters: trained ones or frozen ones, whichever have more bytes; the bytes of all others,
-    with gradients and state; how many layers are frozen."""
-    aside, frozen, many = 0, 0, []
-    for layer in layers:
-        sides = [[p for p in layer.parameters() if (p in trained) == side] for side in (True, False)]
-        few, many = sorted(sides, key=lambda side: sum(p.nbytes for p in side))
-        frozen += many is sides[1]
-        aside += _held(few, trained, dtypes_of)
-    return many, aside, frozen
-
-
-def _held(params: Iterable[nn.Parameter], trained: set[nn.Parameter], dtypes_of: DtypesOf) -> int:
-    """Bytes of parameters and, for trained ones, of gradients and state."""
-    of_trained = ((p.nbytes, *(p.numel() * t.itemsize for t in dtypes_of(p).values())) for p in trained & {*params})
-    return sum(p.nbytes for p in params) + sum(map(sum, of_trained))
-
-
-def _count(params: Iterable[nn.Parameter]) -> int:
-    return sum(p.numel() for p in params)
 
 
 def in_mode(work: Work, mode: str, head: str) -> Work:

@@ -80,9 +80,9 @@ class Saved:
         dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         self.autocast = partial(torch.autocast, device, dtype, enabled, cache_enabled=False)
 
-    def note(self, tensors: Iterable[Any]) -> None:
+    def note(self, tensors: Iterable[Tensor]) -> None:
         """Note tensors that the backward reads, as they are now. (Inference tensors have no versions.)"""
-        self.noted = [(t, t._version) for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
+        self.noted = [(t, t._version) for t in tensors if not t.is_inference()]
 
     @property
     def changed(self) -> bool:

@@ -119,7 +119,7 @@ class Engine:
         self.placed = True
         self.optimizer.take_over(before)
 
-    def _travelling(self) -> list[nn.Parameter]:
+    def may_travel(self) -> list[nn.Parameter]:
         """Trained matrices outside the layers, of the layers' dtype, whose gradients are dense."""
         stay = {id(p) for layer in self.stack for p in layer.parameters()}
         embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
@@ -129,7 +129,7 @@ class Engine:
         return [p for p in found if p.dtype == self.layout.dtype]
 
     def _make_runners(self, choice: Choice, trains: bool) -> None:
-        self.choice, outer = choice, self._travelling() if choice.outer == "host" else []
+        self.choice, outer = choice, self.may_travel() if choice.outer == "host" else []
         self.schedule = Schedule(self, outer, trains)
         self._end_thread = weakref.finalize(self, self.schedule.thread.close)
         if outer:

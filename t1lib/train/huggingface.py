@@ -12,6 +12,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from t1lib.errors import choose, require, shown
+from t1lib.files import remove
 from t1lib.train import stream as stream_model
 from t1lib.train.optimizer import StreamOptimizer
 
@@ -102,9 +103,11 @@ class StreamTrainer(Trainer):
         return super()._wrap_model(model, *others, **named)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Over an earlier run's checkpoint of the same step: without the file written last, it counts as unfinished."""
+        """In place of an earlier run's checkpoint of the same step, which may have files that this one lacks. First
+        goes the file without which it counts as unfinished."""
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        remove(folder)
         super()._save_checkpoint(model, trial)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:

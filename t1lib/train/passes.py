@@ -59,7 +59,7 @@ class Passes:
             with self.engine.alone():
                 return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
         require(not earlier, "past_key_values that hold tokens, as in prefix tuning; to decode, use torch.no_grad()")
-        self._refuse_to_train(index, args, kwargs)
+        self._refuse_to_train(index)
         if layer.training:  # caches stay empty, as under transformers' own checkpointing
             args, kwargs = without_caches(args, kwargs)
         return _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
@@ -74,15 +74,13 @@ class Passes:
         within = within or torch.autograd.forward_ad._current_level >= 0
         require(not within, "streamed layers within parametrize.cached(), torch.func, or forward-mode differentiation")
 
-    def _refuse_to_train(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise `T1Error` for a layer, or arguments, whose gradients would be wrong or lost."""
+    def _refuse_to_train(self, index: int) -> None:
+        """Raise `T1Error` for a layer whose gradients would be wrong or lost."""
         layer, held = self.stack[index], self._schedule.layers.get(index)
         late = held is not None and not held.trained and any(p.requires_grad for p in held.params.values())
         require(not late, f"layer {index} was unfrozen after `stream`: close the optimizer, then stream again")
         twice = getattr(layer, "gradient_checkpointing", False) and layer.training
         require(not twice, "the model's own gradient checkpointing is on; stream recomputes layers itself: turn it off")
-        needy = any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves((args, kwargs)))
-        require(not needy, f"layer {index} is given an argument that needs a gradient, beside its hidden states")
 
     def forward(self, index: int, whole: Piece, save: bool, wanted: bool = False) -> tuple[Tensor, Saved]:
         """Run the layer on a batch; returns its output and, with `save`, what the backward needs. wanted: whether the
@@ -98,12 +96,15 @@ class Passes:
         saved = Saved(self.device, Saved.modes_of(modules), version, rows, given, graphs=graphs)
         try:
             self._schedule.bind(index)
-            if save and held is not None:
-                held.refuse_hooks()
-            if keep:  # the graph notices by itself what else is changed
-                saved.note(() if held is None else held.params.values())
-            elif save:
-                saved.note([*tree_leaves(given), *(param for *_, param in self._expected[index])])
+            if save:
+                tensors = [value for value in tree_leaves(given) if isinstance(value, Tensor)]
+                needy = f"layer {index} is given an argument that needs a gradient, beside its hidden states"
+                require(not any(tensor.requires_grad for tensor in tensors), needy)
+                if held is not None:
+                    held.refuse_hooks()
+                weights = () if held is None else held.params.values()
+                # A graph that is kept notices by itself what else is changed.
+                saved.note(weights if keep else [*tensors, *(param for *_, param in self._expected[index])])
             for piece in split_rows(whole, rows):
                 with saved.autocast():
                     if keep:
@@ -185,20 +186,15 @@ class Passes:
             if held is not None:
                 held.refuse_hooks()
             for k, (piece, part) in enumerate(zip(pieces, grad.split(saved.rows or len(grad)), strict=True)):
-                if kept:
-                    x, out = piece
-                else:
-                    with saved.autocast():
-                        if saved.random[k] is None and self._may_replay(index, piece):
-                            if k == 0:
-                                schedule.bind_gradients(index)
-                            found.append(self._replay(index, piece, part, wanted))
-                            replayed = True
-                            continue
-                        with saved.drawing_again(k), self.engine.trace.span("compute", "recompute", index):
-                            x, out = self._with_graph(index, piece, wanted, recompute=True)
+                graph = piece if kept else self._recomputed(index, piece, saved, k, wanted)
                 if k == 0:
                     schedule.bind_gradients(index)  # not before: it waits for a slot
+                if graph is None:
+                    with saved.autocast():
+                        found.append(self._replay(index, piece, part, wanted))
+                    replayed = True
+                    continue
+                x, out = graph
                 with self.engine.trace.span("compute", "backward", index):
                     if out.requires_grad:  # not if the layer was skipped, and its input needs no gradient
                         torch.autograd.backward(out, part)
@@ -213,6 +209,16 @@ class Passes:
         if not wanted:
             return None
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _recomputed(
+        self, index: int, piece: Piece, saved: Saved, number: int, wanted: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """Recompute the layer on a micro-batch; returns its input and its output. None: a CUDA graph is to do it"""
+        with saved.autocast():
+            if saved.random[number] is None and self._may_replay(index, piece):
+                return None
+            with saved.drawing_again(number), self.engine.trace.span("compute", "recompute", index):
+                return self._with_graph(index, piece, wanted, recompute=True)
 
     def _replay(self, index: int, piece: Piece, part: Tensor, wanted: bool) -> Tensor | None:
         """Recompute the layer and run its backward as one CUDA graph; returns the input's gradient."""

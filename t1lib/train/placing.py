@@ -11,9 +11,8 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from t1lib.errors import choose, is_number, is_whole, require, shown
-from t1lib.heads import DEFAULT_HEAD, parse_bytes
+from t1lib.heads import DEFAULT_HEAD, linear_cross_entropy, parse_bytes
 from t1lib.heads.fused_plan import DEFAULT_WORKSPACE
-from t1lib.heads.options import Settings, check_chunks
 from t1lib.memory import GIB, host_available
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice
@@ -75,6 +74,12 @@ def check_choice(choice: Any, layers: int) -> None:
         choose(f"choice of {name}", getattr(choice, name), ("device", "host"))
 
 
+def check_head(options: dict[str, Any]) -> None:
+    """Raise `T1Error` unless `linear_cross_entropy` takes these options."""
+    zeros = partial(torch.zeros, dtype=torch.bfloat16, device="cpu")  # which every option is for
+    linear_cross_entropy(zeros(2, 4), zeros(8, 4), zeros(2).long(), **options)
+
+
 def planned(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Choice:
     """What to keep where for batches of `rows` × `seq` tokens within the budget. piece: as in `work_in`"""
     held = len(engine.stack) * engine.layout.numel * engine.layout.dtype.itemsize  # is on the host already
@@ -89,24 +94,24 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
     trained = [p for g in groups for p in g["params"] if p.requires_grad]
     found = [m._t1_head for m in engine.model.modules() if hasattr(m, "_t1_head")]
     patches = [patch["options"] for patch in found if patch["active"]]
-    head = dict(engine.head or ({"head": DEFAULT_HEAD} | patches[0] if patches else {"head": "full"}))
+    given = [engine.head] if engine.head is not None else patches
+    head = {"head": DEFAULT_HEAD} | (given[0] if given else {"head": "full"})
     if head.get("workspace") is not None:
         head["workspace"] = parse_bytes(head["workspace"])
-    check_chunks(head.get("chunks"), Settings(workspace=head.get("workspace")))
     drawn_from = [engine.device] if engine.device.type == "cuda" else []
     with torch.random.fork_rng(drawn_from):  # running a layer to see what it saves must not change dropout's draws
         work = work_of(
             inner, lambda p: engine.precision.state_dtypes(p, *groups), rows=rows, seq=seq,
             micro_batch=engine.micro_batch, workspace=DEFAULT_WORKSPACE, together=not engine.in_backward,
             layers=engine.stack, trained=trained, cuda=engine.device.type == "cuda",
-            accumulates=engine.accumulate, **_measured(engine, piece, inner, seq),
+            accumulates=engine.accumulate, streamed=engine.layout.shapes, travelling=engine.may_travel(),
+            **_measured(engine, piece, inner, seq),
         )  # fmt: skip
-    if not work.vocabulary:
-        return work
-    own = not patches and engine.head is None  # a model's own loss returns its logits, too
-    given = work.tokens * work.vocabulary * work.itemsize * own
+    if not work.vocabulary:  # the model does not tell its output layer
+        return replace(work, workspace=head.get("workspace") or 0)
     work = with_head(work, **head)
-    return replace(work, workspace=work.workspace + given)
+    logits = work.tokens * work.vocabulary * work.itemsize * (not given)  # a model's own loss returns them, too
+    return replace(work, workspace=work.workspace + logits)
 
 
 def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int) -> dict[str, int]:

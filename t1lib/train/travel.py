@@ -98,37 +98,38 @@ class Travel:
         rebuilt = given.there or ("master" in traveller.state and given.whole)
         waited = isinstance(given.grads, list)
         come_too = not waited and not given.grads.is_cuda and "grad" in self.rooms[0].buffers
+        leaves = traveller.on_host()
+        comes = {key: flat for key, flat in leaves.items() if key != "weight" or not rebuilt}
+        comes |= {"grad": given.grads} if come_too else {}
         inward.after(traveller.left, *(given.known if come_too else ()))
         lane.after(*given.known)
         if given.scale is not None:
             lane.uses(given.scale)
-        whole = traveller.on_host()
-        pieces = self.pieces(len(next(iter(whole.values()))))
+        pieces = self.pieces(len(next(iter(leaves.values()))))
         for start in range(0, len(pieces), together):
             underway, marks = [], []
             with inward.active():
                 for at in pieces[start : start + together]:
-                    home = {key: flat[at] for key, flat in whole.items()}
-                    come = {key: flat for key, flat in home.items() if key != "weight" or not rebuilt}
-                    come |= {"grad": given.grads[at]} if come_too else {}
                     room = next(self._turns)
                     here = {key: buffer[: at.stop - at.start] for key, buffer in room.buffers.items()}
                     inward.after(room.left)
                     with self._engine.trace.span("in", "state", traveller.index):
-                        torch._foreach_copy_([here[key] for key in come], list(come.values()), non_blocking=True)
-                    underway.append((at, home, here, room, inward.mark()))
+                        there = [flat[at] for flat in comes.values()]
+                        torch._foreach_copy_([here[key] for key in comes], there, non_blocking=True)
+                    underway.append((at, here, room, inward.mark()))
             with lane.active():
-                for number, (at, home, here, _, arrived) in enumerate(underway, start):
+                for number, (at, here, _, arrived) in enumerate(underway, start):
                     lane.after(arrived)
                     with self._engine.trace.span("update", "device update", traveller.index):
                         grad = here["grad"] if come_too else given.grads[number if waited else at]
-                        self._update(at, here, home.keys(), grad, given)
+                        self._update(at, here, leaves.keys(), grad, given)
                     marks.append(lane.mark())
             with outward.active():
-                for (_, home, here, room, _), mark in zip(underway, marks, strict=True):
+                for (at, here, room, _), mark in zip(underway, marks, strict=True):
                     outward.after(mark)
                     with self._engine.trace.span("out", "state", traveller.index):
-                        torch._foreach_copy_(list(home.values()), [here[key] for key in home], non_blocking=True)
+                        there = [flat[at] for flat in leaves.values()]
+                        torch._foreach_copy_(there, [here[key] for key in leaves], non_blocking=True)
                     room.left = outward.mark()
             traveller.left = outward.mark()
             yield (inward.mark() if come_too else marks[-1]), marks[-1]

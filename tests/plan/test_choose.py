@@ -1,6 +1,7 @@
 """The cost model: budgets are kept, more memory is never slower, activations are counted."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice, choice_of, device_bytes, host_bytes, reserved_bytes, step_ms, which_stay
 from t1lib.plan.rates import H200, Machine
 from t1lib.plan.work import MODES, Work, in_mode, saved_by, saved_bytes, work_of
+from t1lib.train import stream
+from t1lib.train.placing import work_in
 
 WORK = Work(
     layers=28, layer=50_000_000, outer=311_000_000, hidden=2048, itemsize=2, saved=113_000, state=12, tokens=16384,
@@ -23,7 +26,7 @@ WORK = Work(
 TOGETHER = dataclasses.replace(WORK, together=True)
 FEW = dataclasses.replace(WORK, tokens=256, micro_tokens=256, graphed=True)
 SPLIT = dataclasses.replace(WORK, masters=False, state=10)
-LORA = dataclasses.replace(WORK, frozen=28, outer=0, still=311_000_000, aside=2**27)
+LORA = dataclasses.replace(WORK, frozen=28, outer=0, aside=2**27)
 ADAMW = OptimizerSpec("adamw", lr=1e-2)
 DTYPES = OptimizerSpec("adamw").state_dtypes
 
@@ -77,34 +80,55 @@ def test_frozen_layers_need_no_state_no_gradients_and_no_updates():
 
 def test_what_is_trained_and_what_streams_follow_from_the_parameters():
     model = build_model("tiny")
-    full, buffers = work_of(model, DTYPES, rows=1, seq=8), sum(buffer.nbytes for buffer in model.buffers())
-    assert (full.outer, full.still, full.head, full.frozen, full.aside) == (64 + 512 * 64, 0, 512 * 64, 0, buffers)
-    for p in model.model.embed_tokens.parameters():
-        p.requires_grad_(False)
+    buffers, table = sum(buffer.nbytes for buffer in model.buffers()), model.model.embed_tokens.weight
+    full = work_of(model, DTYPES, rows=1, seq=8)
+    assert (full.outer, full.head, full.frozen, full.aside) == (64 + 512 * 64, 512 * 64, 0, buffers)
+    table.requires_grad_(False)
     own = work_of(model.model, DTYPES, rows=1, seq=8, layers=model.model.layers)  # whose loss needs no logits
-    assert (own.outer, own.still, own.head, own.workspace) == (64, 512 * 64, 0, 0)
+    assert (own.outer, own.aside, own.head, own.workspace) == (64, buffers + table.nbytes, 0, 0)
     assert device_bytes(own, Choice()) < device_bytes(full, Choice())
-    for p in model.model.layers[:3].parameters():
-        p.requires_grad_(False)
-    for layer in model.model.layers:  # adapters
-        layer.extra = nn.Linear(4, 2, bias=False)
-    adapted = work_of(model, DTYPES, rows=1, seq=8)
-    adapters = 8 * (4 + 4 + 8)
-    assert (adapted.frozen, adapted.aside, adapted.layer) == (3, buffers + 3 * adapters, full.layer + 8)
-    lora = work_of(model, DTYPES, rows=1, seq=8, trained={layer.extra.weight for layer in model.model.layers})
-    assert (lora.frozen, lora.aside, lora.layer, lora.outer) == (4, buffers + 4 * adapters, full.layer, 0)
+    table.requires_grad_(True)
+    some = {"travelling": [], "trained": {*model.parameters()} - {table}}  # a gradient, but neither updates nor state
+    assert work_of(model, DTYPES, rows=1, seq=8, **some).aside == buffers + 2 * table.nbytes + 64 * (2 + 2 + 12)
 
 
-def test_buffers_and_what_has_another_dtype_than_the_layers_stay_on_the_device():
-    model = build_model("tiny", tie_word_embeddings=False)
-    plain, table = work_of(model, DTYPES, rows=1, seq=8), model.model.embed_tokens.float().weight
-    trained = work_of(model, DTYPES, rows=1, seq=8)
-    assert (trained.outer, trained.aside - plain.aside) == (plain.outer - table.numel(), 4 * table.nbytes)
-    assert trained.largest == 2 * table.numel()
-    model.model.embed_tokens.requires_grad_(False)
-    model.register_buffer("extra", torch.zeros(100))
-    frozen = work_of(model, DTYPES, rows=1, seq=8)
-    assert (frozen.still, frozen.aside - plain.aside) == (0, table.nbytes + 400)
+def in_float32(model):
+    model.model.embed_tokens.float()
+
+
+def with_adapters(model, reference=False):
+    model.model.layers.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.extra = nn.Linear(4, 2, bias=False, dtype=torch.bfloat16)
+        if reference:
+            layer.other = nn.Linear(4, 2, bias=False, dtype=torch.float32).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "outer", "aside", "frozen"),
+    [
+        (in_float32, -512 * 64, 512 * 64 * (4 + 4 + 8), 0),
+        (lambda model: model.model.embed_tokens.requires_grad_(False), -512 * 64, 512 * 64 * 2, 0),
+        (lambda model: setattr(model.model.embed_tokens, "sparse", True), -512 * 64, 512 * 64 * (2 + 2 + 12), 0),
+        (lambda model: model.register_buffer("extra", torch.zeros(100)), 0, 400, 0),
+        (with_adapters, 0, 4 * 8 * (2 + 2 + 12), 4),
+        (partial(with_adapters, reference=True), 0, 4 * 8 * (2 + 2 + 12) + 4 * 8 * 4, 4),
+    ],
+    ids=["another dtype", "frozen", "sparse", "buffer", "adapters", "reference"],
+)
+def test_what_neither_streams_nor_travels_stays_on_the_device(change, outer, aside, frozen):
+    """That is what `stream` does, and so what its plan must count."""
+    found = []
+    for each in (lambda model: None, change):
+        model = build_model("tiny", tie_word_embeddings=False)
+        each(model)
+        trained = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+        _, optimizer = stream(model, trained, device="cpu", gpu_memory="1GiB")
+        found.append(work_in(optimizer._engine, None, 1, 8))
+        optimizer.close()
+    plain, other = found
+    assert (plain.outer, plain.frozen, other.frozen, other.layer) == (2 * 512 * 64, 0, frozen, plain.layer)
+    assert (other.outer - plain.outer, other.aside - plain.aside) == (outer, aside)
 
 
 @pytest.mark.parametrize("shape", [(96, 8, 3), (4, 8, 96)], ids=["convolution", "experts"])

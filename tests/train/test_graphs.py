@@ -6,7 +6,7 @@ import pytest
 import torch
 from stream_cases import in_pieces, streaming
 from stream_loops import adamw, own_clip, sgd, train
-from stream_models import SHAPE, adapted, data, layers_of, llama, made
+from stream_models import SHAPE, adapted, blocks, data, layers_of, llama, made
 from torch import nn
 from transformers import LlamaConfig
 
@@ -77,19 +77,23 @@ def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
 
 
 def test_a_budget_counts_the_head_with_its_options(monkeypatch):
-    """That of `patch_head`, unless it was undone; or of the argument `head`."""
+    """That of `patch_head`, unless it was undone; or of the argument `head`, of which a model that does not tell its
+    output layer leaves the workspace."""
     seen, own = [], {"head": "chunked", "chunks": 1}
     monkeypatch.setattr(placing, "choose_plan", lambda work, *rest: seen.append(work.workspace) or Choice())
     wrapped = patch_head(llama(), **own)
     wrapped.forward = partial(wrapped.forward)  # stays when the patch is undone
     for model, head in [
         (llama(), None), (unpatch_head(wrapped), None), (patch_head(llama(), **own), None), (llama(), own),
-        (patch_head(llama()), None),
+        (patch_head(llama()), None), (llama(), {"tail": "fp8"}),
     ]:  # fmt: skip
         with streaming(model, gpu_memory="1GiB", plan_for=(2, 6), head=head):
             pass
-    full, undone, patched, given, eight = seen
-    assert full == undone and patched == given > eight
+    with streaming(blocks(), gpu_memory="1GiB", head={"workspace": "3MiB"}) as (streamed, own):
+        train(streamed, own, data(1))
+    assert seen.pop() == 3 * 2**20
+    full, undone, patched, given, eight, in_fp8 = seen
+    assert full == undone and patched == given > eight == in_fp8
 
 
 @pytest.mark.parametrize("wide", [False, True])

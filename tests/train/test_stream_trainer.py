@@ -178,6 +178,16 @@ def test_a_checkpoint_that_another_run_was_replacing_is_passed_over(tmp_path, mo
     refused(lambda: second.train(resume_from_checkpoint=True), "no complete checkpoint")
 
 
+def test_weights_that_are_saved_alone_do_not_go_on_with_an_earlier_run_s_state(tmp_path):
+    for folder, own in (("", {}), ("", {"save_only_model": True}), ("empty", {"save_only_model": True})):
+        trainer(StreamTrainer, tmp_path / folder, dropping(), **SAVING, max_steps=2, **own).train()
+    resumed = [trainer(StreamTrainer, tmp_path / folder, dropping(), **SAVING) for folder in ("", "empty")]
+    for each in resumed:
+        torch.manual_seed(2)
+        each.train(resume_from_checkpoint=True)
+    assert_same(*resumed)
+
+
 @pytest.mark.slow
 def test_a_second_call_of_train_begins_with_weights_and_state_of_the_first(tmp_path):
     found = train_both(tmp_path)
