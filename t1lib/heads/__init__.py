@@ -1,6 +1,7 @@
 """Output layers (heads): one contract, `linear_cross_entropy`, and several ways to compute it, `HEADS`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,12 @@ def linear_cross_entropy(
     given = Settings(reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps, return_stats)
     loss, stats = HEADS[head](tensors, check_settings(given), **own)
     return (loss, stats) if return_stats else loss
+
+
+def check_options(**options: Any) -> None:
+    """Raise `T1Error` unless `linear_cross_entropy` takes these options, for bfloat16 operands: every option does."""
+    zeros = partial(torch.zeros, dtype=torch.bfloat16, device="cpu")
+    linear_cross_entropy(zeros(2, 4), zeros(8, 4), zeros(2).long(), **options)
 
 
 def next_token_targets(ids: Tensor, ignore_index: int = -100) -> Tensor:

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from t1lib.errors import T1Error, is_whole, require, shown
-from t1lib.heads import parse_bytes
+from t1lib.heads import check_options, parse_bytes
 from t1lib.optimizers import Precision
 from t1lib.plan.cost import Choice
 from t1lib.train.engine import Engine
 from t1lib.train.optimizer import StreamOptimizer, check_optimizer
-from t1lib.train.placing import check_choice, check_head
+from t1lib.train.placing import check_choice
 
 _LATER = {  # imported on first use: some of these modules import from this one (`stream`, `usable`)
     "t1lib.train.loop": ("StepRecord", "Trainer"),
@@ -91,7 +91,7 @@ def stream(
     require(not begun, "the model has gradients; allowed: a model without, as after zero_grad()")
     require(head is None or isinstance(head, dict), f"head={shown(head)}; allowed: a dict, or None")
     if head is not None:
-        check_head(head)
+        check_options(**head)
     budget = None if gpu_memory is None else parse_bytes(gpu_memory)
     enough = budget is None or budget >= 2**20
     require(enough, f"gpu_memory={shown(gpu_memory)} is {budget} bytes; allowed: 1MiB or more, such as '16GiB'")

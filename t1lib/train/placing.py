@@ -11,7 +11,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from t1lib.errors import choose, is_number, is_whole, require, shown
-from t1lib.heads import DEFAULT_HEAD, linear_cross_entropy, parse_bytes
+from t1lib.heads import DEFAULT_HEAD, parse_bytes
 from t1lib.heads.fused_plan import DEFAULT_WORKSPACE
 from t1lib.memory import GIB, host_available
 from t1lib.plan.choose import choose_plan
@@ -72,12 +72,6 @@ def check_choice(choice: Any, layers: int) -> None:
     require(fits, f"choice of host_share={shown(share)}; allowed: a number from 0 to 1")
     for name in ("inputs", "outer", "grads"):
         choose(f"choice of {name}", getattr(choice, name), ("device", "host"))
-
-
-def check_head(options: dict[str, Any]) -> None:
-    """Raise `T1Error` unless `linear_cross_entropy` takes these options."""
-    zeros = partial(torch.zeros, dtype=torch.bfloat16, device="cpu")  # which every option is for
-    linear_cross_entropy(zeros(2, 4), zeros(8, 4), zeros(2).long(), **options)
 
 
 def planned(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Choice:

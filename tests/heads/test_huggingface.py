@@ -52,6 +52,11 @@ def test_labels_and_other_arguments():
     torch.testing.assert_close(got.hidden_states, expected.hidden_states, rtol=0.0, atol=0.0)
 
 
+def test_what_only_16_bits_have():
+    own, ours = (model.to(torch.bfloat16) for model in pair("Qwen3", {"tail": "fp8"}))
+    torch.testing.assert_close(ours(**batch()).loss, own(**batch()).loss, rtol=1e-2, atol=0.0)
+
+
 def test_embeddings_caches_positions_and_tuples():
     own, ours = pair("Llama")
     ids, labels = batch().values()
