@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from t1lib import claims, params, paths
 from t1lib.errors import T1Error, UnavailableError, choose, require
-from t1lib.files import locked, remove, writing
+from t1lib.files import locked, recover, remove, writing
 from t1lib.measure import manifest
 from t1lib.signals import EXIT_INTERRUPTED
 
@@ -70,7 +70,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     due = []
     for experiment, parameters in resolved.items():
         final = paths.outputs(profile, experiment)
-        manifest.recover(final)
+        recover(final)
         why = manifest.difference(final, experiment, parameters)
         if why or arguments.force:
             manifest.require_replaceable(final)

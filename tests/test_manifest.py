@@ -10,7 +10,7 @@ from refusals import refused
 
 from t1lib import fingerprint, paths
 from t1lib.__main__ import main
-from t1lib.files import write_signed
+from t1lib.files import recover, write_signed
 from t1lib.kit.run import Run, redraw
 from t1lib.measure import manifest
 
@@ -112,7 +112,7 @@ def test_killed_while_publishing_leaves_the_old_run_and_the_next_one_replaces_it
             patch.setattr(os, "replace", Mock(wraps=os.replace, side_effect=[DEFAULT] * calls + ends))
             manifest.publish(staging, final)
         if SystemExit in ends:
-            manifest.recover(final)
+            recover(final)
         assert why(final) is None
     (final / "stale.txt").write_text("of the run before")
     if not staging.exists():

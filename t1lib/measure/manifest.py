@@ -22,7 +22,7 @@ import torch
 
 from t1lib import __version__, fingerprint, paths
 from t1lib.errors import T1Error, require
-from t1lib.files import read_signed, remove, write_signed
+from t1lib.files import read_signed, recover, replace, write_signed
 from t1lib.memory import GIB
 
 NAME = "manifest.json"
@@ -243,30 +243,12 @@ def require_replaceable(final: Path) -> None:
         require(device(content) == here, f"{told}; {allowed}")
 
 
-def _aside(final: Path) -> Path:
-    return final.with_name(f".{final.name}.old")
-
-
-def recover(final: Path) -> None:
-    """Finish or undo the swap of a run that was killed while publishing to `final`."""
-    old = _aside(final)
-    if old.exists() and not final.exists():
-        os.replace(old, final)
-    remove(old)
-
-
 def publish(staging: Path, final: Path) -> None:
     """Replace `final` by the complete `staging` folder beside it. Raises `T1Error` if another GPU measured what `final`
     holds, or if a file there is held open (Windows)."""
     recover(final)
     require_replaceable(final)
     try:
-        if final.exists():
-            os.replace(final, _aside(final))
-        os.replace(staging, final)
-    except BaseException as error:
-        recover(final)
-        if not isinstance(error, OSError):  # such as Ctrl-C
-            raise
+        replace(staging, final)
+    except OSError as error:
         raise T1Error(f"cannot replace {paths.shown(final)} ({error.strerror}); is a file there open?") from None
-    remove(_aside(final))
