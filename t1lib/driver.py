@@ -163,8 +163,8 @@ def _state(experiment: str, profile: str) -> str:
     if not paths.params_file(profile, experiment).is_file():
         return "no parameters"
     folder = paths.outputs(profile, experiment)
-    content, why = manifest.read(folder), manifest.difference(folder, experiment, params.resolve(experiment, profile))
-    why = why or manifest.undrawn(folder)
+    content, values = manifest.read(folder), params.resolve(experiment, profile)
+    why = manifest.difference(folder, experiment, values, drawn=True)
     if content is None:
         return "missing" if why == "missing" else f"stale    {why}"
     return f"stale    {why}; {_measured(content)}" if why else f"done     {_measured(content)}"

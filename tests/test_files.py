@@ -45,7 +45,7 @@ def test_a_folder_is_whole_if_it_cannot_be_replaced_or_the_process_is_killed_mea
                 (partial / name).touch()
 
     written()
-    with monkeypatch.context() as patch, pytest.raises(T1Error, match="model: is open$"):
+    with monkeypatch.context() as patch, pytest.raises(T1Error, match=r"model: is open$"):
         refusing = [DEFAULT, OSError(13, "is open"), DEFAULT]  # as Windows does
         patch.setattr(os, "replace", Mock(wraps=os.replace, side_effect=refusing))
         written()

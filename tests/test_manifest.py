@@ -17,8 +17,8 @@ from t1lib.measure import manifest
 PARAMETERS = {"profile": "smoke", "steps": 2, "rate": 0.5}
 
 
-def why(folder, **changes) -> str | None:
-    return manifest.difference(folder, "demo", PARAMETERS | changes)
+def why(folder, drawn=False, **changes) -> str | None:
+    return manifest.difference(folder, "demo", PARAMETERS | changes, drawn)
 
 
 def test_a_run_is_stale_once_its_code_or_parameters_mean_something_else(checkout, monkeypatch):
@@ -243,11 +243,16 @@ def test_a_notebook_draws_its_finished_run_again_where_measure_is_false(checkout
     checkout.finish(folder)
     refused(partial(begin, measure=False, steps=3), "was run with steps=2; steps=3 has to be measured")
     names = PARAMETERS | {"measure": False}
-    run = Run.start("demo", names)
+    run, path = Run.start("demo", names), paths.notebook("demo")
     refused(lambda: run.records.put("slide", "", {"wall_ms": 1.0}), "`measure` False")
     run.table("main", [{"a": len(run.frame())}])
+    right = path.read_text()
+    path.write_text(right.replace("iloc[-1]", "iloc[0]"))  # edited, run and saved, before it is as it was again
     run.finish()
-    assert why(folder) is None and "tables/main.tex" in manifest.read(folder)["files"]
+    path.write_text(right)
+    assert why(folder, drawn=True).startswith("drawn by other code")
+    run.finish()
+    assert why(folder, drawn=True) is None and "tables/main.tex" in manifest.read(folder)["files"]
     samples = folder / "samples.csv"
     samples.write_text(samples.read_text().replace("1.5", "7.5"))
     manifest.change(folder, files=manifest.files(folder))  # as if it had been measured again meanwhile

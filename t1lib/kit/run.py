@@ -219,7 +219,8 @@ class Run:
             if self._measures:
                 manifest.publish(copied, final)
             else:
-                manifest.replace_drawn(copied, final, self._made_of)
+                saved = {"notebook": fingerprint.notebook(self.experiment)}  # the cells that drew, not the start's
+                manifest.replace_drawn(copied, final, self._made_of | saved)
 
     def _complete(self, folder: Path, given: params.Values) -> None:
         """Write the numbers and, if they are this run's, the samples and manifest to `folder`. Drop figures, tables and

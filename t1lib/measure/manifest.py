@@ -153,8 +153,10 @@ def device(content: Mapping[str, Any]) -> str:
     return content["environment"].get("gpu") or content["environment"]["cpu"]
 
 
-def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> str | None:
-    """Why `folder` is not the finished run of this notebook with these parameters by this code; None if it is."""
+def difference(folder: Path, experiment: str, parameters: Mapping[str, Any], drawn: bool = False) -> str | None:
+    """Why `folder` is not the finished run of this notebook with these parameters by this code; None if it is. drawn:
+    nor drawn by this code, of docs/differences.md as it is now, which needs no measuring. (A run of which no drawing is
+    noted was drawn by the code that measured it.)"""
     content = read(folder)
     if content is None:
         return damage(folder)
@@ -166,15 +168,11 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> 
     changed[3:] = ["…"] * (len(changed) > 3)
     changed += ["notebook"] * (content["made_of"]["notebook"] != fingerprint.notebook(experiment))
     changed += ["parameters"] * (content["parameters"] != _lasting(parameters))
-    return f"{', '.join(changed)} changed" if changed else damage(folder, report=False)
-
-
-def undrawn(folder: Path) -> str | None:
-    """Why a finished run that has no `difference` has to be drawn again; None if it has not. A run of which no drawing
-    is noted was drawn by the code that measured it."""
-    content = read(folder) or {}
+    if changed:
+        return f"{', '.join(changed)} changed"
     now = fingerprint.drawing(content["made_of"])
-    return "drawn by other code, or of another docs/differences.md" if content.get("drawn", now) != now else None
+    other = "drawn by other code, or of another docs/differences.md"
+    return damage(folder, report=False) or (other if drawn and content.get("drawn", now) != now else None)
 
 
 def damage(folder: Path, report: bool = True) -> str | None:
