@@ -4,7 +4,6 @@ the least times that the hardware allows, measured in the same process."""
 
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -105,16 +104,14 @@ class TrainSession:
         baseline = storage_bytes(self.trainer.device_tensors())
         with AllocatorTimeline(self.device, baseline) as timeline:
             self.step()
-        points = timeline.points
-        size = -(-len(points) // POINTS)
-        if size > 1:
-            groups = [points[at : at + size] for at in range(0, len(points), size)]
-            ways = [itemgetter(1)] + [itemgetter(2)] * (points[0][2] is not None)  # allocated, reserved
-            highest = {max(group, key=way) for group in groups for way in ways}
-            points = sorted({points[0], points[-1]} | highest)
+        times, *kinds = (column for column in zip(*timeline.points, strict=True) if column[0] is not None)
+        every, size = range(len(times)), -(-len(times) // POINTS)
+        groups = [every[at : at + size] for at in every[::size]]
+        kept = {every[0], every[-1]} | {max(group, key=kind.__getitem__) for group in groups for kind in kinds}
+        names = ("allocated_gib", "reserved_gib")[: len(kinds)]
         return [
-            {"at_ms": ms, "allocated_gib": live / GIB} | ({} if held is None else {"reserved_gib": held / GIB})
-            for ms, live, held in points
+            {"at_ms": times[at]} | {name: kind[at] / GIB for name, kind in zip(names, kinds, strict=True)}
+            for at in sorted(kept)
         ]
 
     def memory(self) -> dict[str, float]:
