@@ -60,9 +60,10 @@ def replace(new: Path, path: Path) -> None:
 def recover(path: Path) -> None:
     """Finish or undo a `replace` that did not come to its end."""
     old = _aside(path)
-    if old.exists() and not path.exists():
+    if old.is_dir() and path.exists():  # a file of this name is a user's
+        remove(old)
+    elif old.is_dir():
         os.replace(old, path)
-    remove(old)
 
 
 def _aside(path: Path) -> Path:
