@@ -155,8 +155,7 @@ def device(content: Mapping[str, Any]) -> str:
 
 def difference(folder: Path, experiment: str, parameters: Mapping[str, Any], drawn: bool = False) -> str | None:
     """Why `folder` is not the finished run of this notebook with these parameters by this code; None if it is. drawn:
-    nor drawn by this code, of docs/differences.md as it is now, which needs no measuring. (A run of which no drawing is
-    noted was drawn by the code that measured it.)"""
+    nor drawn by this code, of docs/differences.md as it is now, which needs no measuring"""
     content = read(folder)
     if content is None:
         return damage(folder)
@@ -168,11 +167,10 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any], dra
     changed[3:] = ["…"] * (len(changed) > 3)
     changed += ["notebook"] * (content["made_of"]["notebook"] != fingerprint.notebook(experiment))
     changed += ["parameters"] * (content["parameters"] != _lasting(parameters))
-    if changed:
-        return f"{', '.join(changed)} changed"
-    now = fingerprint.drawing(content["made_of"])
-    other = "drawn by other code, or of another docs/differences.md"
-    return damage(folder, report=False) or (other if drawn and content.get("drawn", now) != now else None)
+    if changed or (why := damage(folder, report=False)):
+        return f"{', '.join(changed)} changed" if changed else why
+    other = drawn and content.get("drawn") != fingerprint.drawing(content["made_of"])
+    return "drawn by other code, or of another docs/differences.md" if other else None
 
 
 def damage(folder: Path, report: bool = True) -> str | None:
