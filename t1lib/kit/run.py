@@ -180,7 +180,7 @@ class Run:
             with whole(pdf) as pdf_part, whole(png) as png_part:
                 # Without a date it is the same from run to run.
                 figure.savefig(pdf_part, metadata={"CreationDate": None})
-                figure.savefig(png_part, dpi=150)
+                figure.savefig(png_part)
         return figure
 
     def table(self, name: str, rows: Iterable[dict[str, object]], text_columns: int = 1) -> pd.DataFrame:
