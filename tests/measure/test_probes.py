@@ -76,9 +76,9 @@ def test_state_leaves_while_it_is_updated_in_the_backward_or_if_clipped_in_the_n
     whole, one = sum(layer.flat.nbytes for layer in layers), layers[0].flat.nbytes
     again, state = whole - 2 * one, 2 * whole
     if norm is None:
-        assert moved == ((again, 0), (again + state, whole + state), 0)
+        assert moved == (again, 0, again + state, whole + state, 0)
     else:
-        assert moved == ((2 * whole + state, whole + state), (again, whole), 0)
+        assert moved == (2 * whole + state, whole + state, again, whole, 0)
 
 
 def test_a_timeline_keeps_the_peaks_of_both_kinds_of_memory(monkeypatch):
