@@ -64,8 +64,8 @@ def _memory() -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        less = "allowed: a smaller model, less at a time (--micro-batch, --batch, --seq), or --mode slide"
-        raise T1Error(f"{reason(error)}\n{less}; --resume goes on from the last checkpoint, if any") from error
+        less = "a smaller model, less at a time (--micro-batch, --batch, --seq), or --mode slide, in another --out"
+        raise T1Error(f"{reason(error)}\nallowed: {less}; --resume goes on from the last checkpoint, if any") from error
 
 
 def _check(arguments: argparse.Namespace) -> dict[str, Any]:
