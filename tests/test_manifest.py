@@ -213,7 +213,7 @@ def test_what_other_code_drew_or_another_page_is_drawn_again(checkout, command, 
 
     def edited() -> None:
         path.write_text(right.replace(".iloc[-1]", ".iloc[-1] * 1000"))
-        assert "redrew 5 files; its run is stale notebook changed" in command(*report)
+        assert "redrew 5 files; its run is stale: notebook changed" in command(*report)
         path.write_text(right)
 
     for change in (edited, lambda: page.write_text("| D1 | another |")):
