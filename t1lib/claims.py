@@ -56,7 +56,9 @@ class Claim:
             return "claimed in another unit"
         if "≤" not in self.within:
             return None if abs(value - ours) <= abs(ours) * bound / 100 else "measured otherwise"
-        return "claimed above its own limit" if ours > bound else "measured above the limit" if value > bound else None
+        if ours > bound:
+            return "claimed above its own limit"
+        return "measured above the limit" if value > bound else None
 
 
 def read_claims() -> dict[str, list[Claim]]:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from t1lib import claims, params, paths
 from t1lib.errors import T1Error, UnavailableError, choose, require
-from t1lib.files import locked, remove, writing
+from t1lib.files import locked, recover, remove, writing
 from t1lib.measure import manifest
 from t1lib.signals import EXIT_INTERRUPTED
 
@@ -70,7 +70,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     due = []
     for experiment, parameters in resolved.items():
         final = paths.outputs(profile, experiment)
-        manifest.recover(final)
+        recover(final)
         why = manifest.difference(final, experiment, parameters)
         if why or arguments.force:
             manifest.require_replaceable(final)
@@ -158,13 +158,17 @@ def _measured(content: Mapping[str, Any]) -> str:
     return f"measured {content['started']} on {manifest.device(content)} in {content['seconds']:.0f} s"
 
 
+def _stale(experiment: str, profile: str) -> str | None:
+    """Why an experiment's outputs are not as its notebook, parameters and code have them now; None if they are."""
+    folder, values = paths.outputs(profile, experiment), params.resolve(experiment, profile)
+    return manifest.difference(folder, experiment, values, drawn=True)
+
+
 def _state(experiment: str, profile: str) -> str:
     """Whether an experiment's outputs are done, stale (and why) or missing; when and where they were measured."""
     if not paths.params_file(profile, experiment).is_file():
         return "no parameters"
-    folder = paths.outputs(profile, experiment)
-    content, why = manifest.read(folder), manifest.difference(folder, experiment, params.resolve(experiment, profile))
-    why = why or manifest.undrawn(folder)
+    content, why = manifest.read(paths.outputs(profile, experiment)), _stale(experiment, profile)
     if content is None:
         return "missing" if why == "missing" else f"stale    {why}"
     return f"stale    {why}; {_measured(content)}" if why else f"done     {_measured(content)}"
@@ -193,10 +197,10 @@ def report_command(arguments: argparse.Namespace) -> int:
     require(bool(finished), f"no finished run in {paths.shown(folder)}; `python -m t1lib run` makes them")
     for experiment in finished:
         told = "drawn already"
-        if not _state(experiment, profile).startswith("done"):
+        if _stale(experiment, profile):
             told = f"redrew {len(redraw(profile, experiment))} files"
-            state = _state(experiment, profile)  # stale now only if it has to be measured again
-            told += f"; its run is {' '.join(state.split())}" * state.startswith("stale")
+            why = _stale(experiment, profile)  # now only if it has to be measured again
+            told += f"; its run is stale: {why}" if why else ""
         print(f"{experiment} [{profile}] {told}")
     claims.write_page()
     try:

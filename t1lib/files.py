@@ -32,23 +32,42 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def whole(path: Path, writers: str = "") -> Iterator[Path]:
-    """Yield a temporary path for a file or a folder, renamed to `path` once written: `path` is never incomplete. A
-    process that is killed while it replaces a folder may leave the old one as `.NAME.old`. `writers` distinguishes
-    processes that may write it at the same time. Raises `T1Error` if it cannot be written."""
+    """Yield a temporary path for a file or a folder, which replaces `path` once written: `path` is never incomplete.
+    `writers` distinguishes processes that may write it at the same time. Raises `T1Error` if it cannot be written."""
     partial_path = path.with_name(f".{path.stem}{writers}.partial{path.suffix}")
-    old = path.with_name(f".{path.name}.old")
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             remove(partial_path)
             yield partial_path
-            if path.is_dir():  # a rename replaces only empty ones
-                remove(old)
-                os.replace(path, old)
-            os.replace(partial_path, path)
-            remove(old)
+            replace(partial_path, path)
     finally:
         remove(partial_path)
+
+
+def replace(new: Path, path: Path) -> None:
+    """Replace a file or a folder by `new`, in one file system; if that fails, `path` is as it was. A process that is
+    killed while it replaces a folder may leave the old one as `.NAME.old`: `recover`."""
+    recover(path)
+    try:
+        if path.is_dir():  # a rename replaces only empty ones
+            os.replace(path, _aside(path))
+        os.replace(new, path)
+    finally:
+        recover(path)
+
+
+def recover(path: Path) -> None:
+    """Finish or undo a `replace` that did not come to its end."""
+    old = _aside(path)
+    if old.is_dir() and path.exists():  # a file of this name is a user's
+        remove(old)
+    elif old.is_dir():
+        os.replace(old, path)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
 
 
 def write_signed(path: Path, content: dict[str, Any], writers: str = "") -> None:

@@ -3,6 +3,7 @@
 import os
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from copies import names
@@ -13,22 +14,23 @@ from t1lib.files import cache_folder, read_signed, signed, whole, write_signed
 
 
 def test_a_file_or_folder_is_as_it_was_until_the_new_one_is_whole(tmp_path):
-    path, model = tmp_path / "a.json", tmp_path / "model"
+    path, model, own = tmp_path / "a.json", tmp_path / "model", tmp_path / ".a.json.old"
+    own.touch()
     write_signed(path, {"ü": 1})
     with pytest.raises(T1Error, match=r"^cannot write .*a\.json: No space left$"), whole(path) as partial:
         partial.write_text("half", encoding="utf-8")
         raise OSError(28, "No space left")
-    assert path.read_text(encoding="utf-8").startswith('{\n "ü": 1,\n') and names(tmp_path) == ["a.json"]
+    assert path.read_text(encoding="utf-8").startswith('{\n "ü": 1,\n') and names(tmp_path) == [own.name, "a.json"]
     for content in ("old", "new"):
         (tmp_path / ".model.partial").mkdir()  # left half
         (tmp_path / ".model.partial" / "left").touch()
         with whole(model) as partial:
             partial.mkdir()
             (partial / content).touch()
-        assert names(model) == [content] and names(tmp_path) == ["a.json", "model"]
+        assert names(model) == [content] and names(tmp_path) == [own.name, "a.json", "model"]
 
 
-def test_a_folder_is_whole_if_the_process_is_killed_while_the_old_one_is_removed(tmp_path, monkeypatch):
+def test_a_folder_is_whole_if_it_cannot_be_replaced_or_the_process_is_killed_meanwhile(tmp_path, monkeypatch):
     model, unlink, calls = tmp_path / "model", os.unlink, []
 
     def killed(*arguments, **options):
@@ -44,6 +46,11 @@ def test_a_folder_is_whole_if_the_process_is_killed_while_the_old_one_is_removed
                 (partial / name).touch()
 
     written()
+    with monkeypatch.context() as patch, pytest.raises(T1Error, match=r"model: is open$"):
+        refusing = [DEFAULT, OSError(13, "is open"), DEFAULT]  # as Windows does
+        patch.setattr(os, "replace", Mock(wraps=os.replace, side_effect=refusing))
+        written()
+    assert names(model) == ["a", "b"] and names(tmp_path) == ["model"]
     with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
         patch.setattr(os, "unlink", killed)
         written()

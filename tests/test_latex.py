@@ -98,19 +98,23 @@ def test_what_a_report_is_made_of_is_its_sources_and_runs_alone(outputs, monkeyp
     """Not what is left in report/ where somebody ran TeX by hand, beside copies of other runs' files."""
     folder, made = outputs("t1m3"), []
     sources = folder.parent.parent / "report"
-    for name in ("convergence-numbers.tex", "figures/convergence-fig1_loss.pdf", "tables/old.tex", "t1m3.aux"):
+    left = ("convergence-numbers.tex", "figures/convergence-fig1_loss.pdf", "tables/old.tex", "t1m3.log", "t1m3.pdf")
+    for name in left:
         (sources / name).parent.mkdir(exist_ok=True)
         (sources / name).write_text("left")
 
     def compile_nothing(place: Path, report: str, _: str) -> None:
-        made.extend(path.name for path in place.rglob("*"))
+        made.extend(path.relative_to(place).as_posix() for path in place.rglob("*"))
         (place / f"{report}.pdf").touch()
 
     monkeypatch.setattr(shutil, "which", str)
     monkeypatch.setattr(latex, "_compile", compile_nothing)
     latex.build("smoke")
     assert {"t1m3.tex", "t1.bib", "numbers.tex", "context.tex"} <= {*made}
-    assert not {"convergence-numbers.tex", "convergence-fig1_loss.pdf", "old.tex", "t1m3.aux"} & {*made}
+    assert not {*left} & {*made}
+    for name in left:  # removed, as by who ran it
+        (sources / name).unlink()
+    assert manifest.other_pdf(folder / "t1m3") is None
 
 
 def test_a_pdf_that_was_built_from_other_files_is_listed_until_it_is_built_again(outputs, monkeypatch, command):

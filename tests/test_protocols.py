@@ -16,7 +16,6 @@ from t1lib.measure.isolate import VariantFailed, VariantOutOfMemory
 from t1lib.measure.records import Records
 from t1lib.plan.rates import H200
 
-ON_CPU = SimpleNamespace(device=torch.device("cpu"))
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 PARAMETERS = dict(models=["tiny"], modes=["gpu", "slide"], heads=["chunked", "fused"], lengths=[64, 128, 256], seed=0)
 PARAMETERS |= dict(dtype="float32", workspace="4MiB", host="8GiB", longest=60.0, within=60.0, steps=2, warmup=1)
@@ -51,7 +50,9 @@ class Worker:
         self.closed = True
 
 
-def run_cells(notebook: str, *names: str, **made) -> dict:
+def run_cells(notebook: str, *names: str, device: str = "cpu", **made) -> dict:
+    """The variables that these cells leave, with those that were made before."""
+    made.setdefault("run", SimpleNamespace(device=torch.device(device)))
     for cell in params.code_cells(NOTEBOOKS / f"{notebook}.ipynb"):
         if cell["id"] in names:
             exec(compile(cell["source"], cell["id"], "exec"), made)
@@ -60,10 +61,9 @@ def run_cells(notebook: str, *names: str, **made) -> dict:
 
 def measured(vram: int = 2**30, device: str = "cpu", **parameters) -> tuple[list[dict], dict[str, dict[int, str]]]:
     """Rows, and statuses by variant and length, that frontier measures with `Worker` in place of processes."""
-    run = SimpleNamespace(device=torch.device(device))
-    made = dict(p=SimpleNamespace(**PARAMETERS | parameters), records=Records(), machine=H200, run=run)
+    made = dict(p=SimpleNamespace(**PARAMETERS | parameters), records=Records(), machine=H200, capacity=vram)
     Worker.started = 0
-    made = run_cells("frontier", "imports", "points", **made, capacity=vram) | {"Isolated": Worker}
+    made = run_cells("frontier", "imports", "points", device=device, **made) | {"Isolated": Worker}
     rows, states = run_cells("frontier", "protocol", **made)["records"].rows, {}
     for row in rows:
         if row["metric"] == "status":
@@ -112,7 +112,7 @@ def test_what_fails_is_a_row_and_the_others_go_on(capsys, monkeypatch, error, st
 def test_the_point_to_try_runs_whatever_lengths_are_measured():
     """An error in a cell of which nothing is recorded would end a run that has measured all."""
     p = SimpleNamespace(**PARAMETERS | {"lengths": [64]})
-    run_cells("frontier", "imports", "points", "try", p=p, records=Records(), machine=H200, run=ON_CPU)
+    run_cells("frontier", "imports", "points", "try", p=p, records=Records(), machine=H200)
 
 
 GIVEN = dict(
@@ -178,7 +178,7 @@ def test_cce_takes_the_model_that_convergence_trains(profile, monkeypatch):
     made = {}
     for name, cell in (("convergence", "variants"), ("cce", "train")):
         p = SimpleNamespace(**params.resolve(name, profile) | {"measure": False})
-        made |= run_cells(name, "imports", cell, p=p, run=ON_CPU)
+        made |= run_cells(name, "imports", cell, p=p)
     assert made["trained"] == made["variants"]["fused-gpu"]
     assert ("fp8-gpu" in made["variants"]) == (made["p"].dtype == "bfloat16") and "fp8-gpu" not in made["exact"]
 
@@ -192,7 +192,7 @@ def test_workspaces_come_from_a_process_of_each_method_and_a_shape_that_does_not
     methods = {("full", "loss_"): ALONE, ("full", ""): FULL, ("cce", ""): Case("cce")}
     made = dict(cases={"large": {("full", ""): FULL}, "A": methods, "M": {}}, small=SIZES, records=records, p=p)
     made["sizes"] = {"large": SIZES | {"tokens": 2**55}, "A": SIZES}
-    run_cells("cce", "imports", "workspaces", run=ON_CPU, **made)
+    run_cells("cce", "imports", "workspaces", **made)
     found = {(row["variant"], row["phase"], row["metric"]): row["value"] for row in records.rows}
     assert found["full", "workspace/large", "status"] == "oom"
     whole, loss = (found["full", "workspace/A", f"{prefix}workspace_mib"] for prefix in ("", "loss_"))
@@ -219,7 +219,7 @@ def test_padding_leaks_into_no_gradient_and_a_head_that_multiplies_it_in_is_foun
     reduced = {(n, r): Case(n, options={"reduction": r}) for n in heads for r in ("mean", "sum", "none")}
     given = SimpleNamespace(tokens=48, sequences=2, workspace="1MiB", error_bound=1e-5, measure=False)
     given.vocabulary, given.hidden = SIZES["vocabulary"], SIZES["hidden"]
-    made = run_cells("chunks", "imports", p=given, run=ON_CPU, records=records)
+    made = run_cells("chunks", "imports", p=given, records=records)
     made |= {"heads": heads, "reduced": reduced, "layer": HeadBench(**SIZES, dtype="float32", device="cpu")}
     given.measure = True
     assert run_cells("chunks", "padding", **made)["right"] == dict.fromkeys(heads, True)
@@ -236,7 +236,7 @@ def test_padding_leaks_into_no_gradient_and_a_head_that_multiplies_it_in_is_foun
 def test_t1m3_gives_a_head_no_time_whose_last_error_is_nan():
     p = SimpleNamespace(chunks=2, fused_workspace="1MiB", dtype="float16", error_bound=0.02, warmup=0, seed=0)
     p.head_iters, p.measure, records = 1, False, Records()
-    made = run_cells("t1m3", "imports", "head", p=p, run=ON_CPU, records=records, **SIZES)
+    made = run_cells("t1m3", "imports", "head", p=p, records=records, **SIZES)
     answers = {"errors": {"error_loss": 0.0, "error_dE": 0.0, "error_dW": float("nan")}}
     answers |= {"memory": {"workspace": 0}, "times": {"both": 1.0}, "products": {"dW": 1.0}}
     list(made["measure_head"]("fused", lambda method, **case: answers[method]))
@@ -250,5 +250,5 @@ def test_ranks_whose_loss_is_nan_are_not_as_near_as_the_steps_before():
         for step, loss in enumerate((4.0, last)):
             records.put("fsdp", f"losses/{ranks}", {"loss": loss}, step)
     p = SimpleNamespace(heads=["fused"], limit=60.0, step_ranks=[1, 2])
-    found = run_cells("parallel", "imports", "reading-steps", p=p, run=ON_CPU)["largest_difference"](records.frame())
+    found = run_cells("parallel", "imports", "reading-steps", p=p)["largest_difference"](records.frame())
     assert found[1] == 0 and found.isna()[2]

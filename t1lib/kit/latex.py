@@ -26,8 +26,8 @@ _TEX = "on Debian texlive-latex-recommended and lmodern, else MacTeX or MiKTeX"
 # With -file-line-error, errors begin with "./t1m1.tex:12: "; errors outside any file begin with "! ".
 _ERROR = re.compile(r"^(?:(?:\./)?[^\s:]+\.\w+:\d+: |! ).+", re.M)
 _UNDEFINED = re.compile(r"^LaTeX Warning: (?:Citation|Reference) .+ undefined.*", re.M)  # would print "??"
-# In report/ since somebody ran TeX there: of which run they are, nobody knows.
-_NOT_SOURCES = shutil.ignore_patterns("*numbers.tex", "figures", "tables", "*.aux")
+# Not copied: other reports, and what is in report/ since somebody ran TeX there, of which run, nobody knows.
+_OTHERS = shutil.ignore_patterns("*numbers.tex", "context.tex", "figures", "tables", *(f"{name}.*" for name in REPORTS))
 
 
 def build(profile: str) -> list[Path]:
@@ -51,9 +51,9 @@ def _build_one(outputs: Path) -> Path:
     contents = {run: manifest.read(run) for run in runs}
     final = outputs.with_name(f"{outputs.name}.pdf")
     with tempfile.TemporaryDirectory(prefix="t1-report-") as temporary:
-        folder = shutil.copytree(paths.root() / "report", Path(temporary), dirs_exist_ok=True, ignore=_NOT_SOURCES)
-        for other in {*REPORTS} - {outputs.name}:
-            (folder / f"{other}.tex").unlink(missing_ok=True)
+        sources = paths.root() / "report"
+        folder = shutil.copytree(sources, Path(temporary), dirs_exist_ok=True, ignore=_OTHERS)
+        shutil.copy(sources / f"{outputs.name}.tex", folder)
         read = {f"report/{name}": entry for name, entry in manifest.files(folder).items()}
         for run, before in runs.items():
             made = (run / "numbers.tex", *run.glob("tables/*.tex"), *run.glob("figures/*.pdf"))

@@ -180,7 +180,7 @@ class Run:
             with whole(pdf) as pdf_part, whole(png) as png_part:
                 # Without a date it is the same from run to run.
                 figure.savefig(pdf_part, metadata={"CreationDate": None})
-                figure.savefig(png_part, dpi=150)
+                figure.savefig(png_part)
         return figure
 
     def table(self, name: str, rows: Iterable[dict[str, object]], text_columns: int = 1) -> pd.DataFrame:
@@ -219,7 +219,8 @@ class Run:
             if self._measures:
                 manifest.publish(copied, final)
             else:
-                manifest.replace_drawn(copied, final, self._made_of)
+                saved = {"notebook": fingerprint.notebook(self.experiment)}  # the cells that drew, not the start's
+                manifest.replace_drawn(copied, final, self._made_of | saved)
 
     def _complete(self, folder: Path, given: params.Values) -> None:
         """Write the numbers and, if they are this run's, the samples and manifest to `folder`. Drop figures, tables and

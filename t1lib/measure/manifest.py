@@ -22,7 +22,7 @@ import torch
 
 from t1lib import __version__, fingerprint, paths
 from t1lib.errors import T1Error, require
-from t1lib.files import read_signed, remove, write_signed
+from t1lib.files import read_signed, recover, replace, write_signed
 from t1lib.memory import GIB
 
 NAME = "manifest.json"
@@ -153,8 +153,9 @@ def device(content: Mapping[str, Any]) -> str:
     return content["environment"].get("gpu") or content["environment"]["cpu"]
 
 
-def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> str | None:
-    """Why `folder` is not the finished run of this notebook with these parameters by this code; None if it is."""
+def difference(folder: Path, experiment: str, parameters: Mapping[str, Any], drawn: bool = False) -> str | None:
+    """Why `folder` is not the finished run of this notebook with these parameters by this code; None if it is. drawn:
+    nor drawn by this code, of docs/differences.md as it is now, which needs no measuring"""
     content = read(folder)
     if content is None:
         return damage(folder)
@@ -166,15 +167,10 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> 
     changed[3:] = ["…"] * (len(changed) > 3)
     changed += ["notebook"] * (content["made_of"]["notebook"] != fingerprint.notebook(experiment))
     changed += ["parameters"] * (content["parameters"] != _lasting(parameters))
-    return f"{', '.join(changed)} changed" if changed else damage(folder, report=False)
-
-
-def undrawn(folder: Path) -> str | None:
-    """Why a finished run that has no `difference` has to be drawn again; None if it has not. A run of which no drawing
-    is noted was drawn by the code that measured it."""
-    content = read(folder) or {}
-    now = fingerprint.drawing(content["made_of"])
-    return "drawn by other code, or of another docs/differences.md" if content.get("drawn", now) != now else None
+    if changed or (why := damage(folder, report=False)):
+        return f"{', '.join(changed)} changed" if changed else why
+    other = drawn and content.get("drawn") != fingerprint.drawing(content["made_of"])
+    return "drawn by other code, or of another docs/differences.md" if other else None
 
 
 def damage(folder: Path, report: bool = True) -> str | None:
@@ -243,30 +239,12 @@ def require_replaceable(final: Path) -> None:
         require(device(content) == here, f"{told}; {allowed}")
 
 
-def _aside(final: Path) -> Path:
-    return final.with_name(f".{final.name}.old")
-
-
-def recover(final: Path) -> None:
-    """Finish or undo the swap of a run that was killed while publishing to `final`."""
-    old = _aside(final)
-    if old.exists() and not final.exists():
-        os.replace(old, final)
-    remove(old)
-
-
 def publish(staging: Path, final: Path) -> None:
     """Replace `final` by the complete `staging` folder beside it. Raises `T1Error` if another GPU measured what `final`
     holds, or if a file there is held open (Windows)."""
     recover(final)
     require_replaceable(final)
     try:
-        if final.exists():
-            os.replace(final, _aside(final))
-        os.replace(staging, final)
-    except BaseException as error:
-        recover(final)
-        if not isinstance(error, OSError):  # such as Ctrl-C
-            raise
+        replace(staging, final)
+    except OSError as error:
         raise T1Error(f"cannot replace {paths.shown(final)} ({error.strerror}); is a file there open?") from None
-    remove(_aside(final))

@@ -4,7 +4,6 @@ the least times that the hardware allows, measured in the same process."""
 
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -105,16 +104,14 @@ class TrainSession:
         baseline = storage_bytes(self.trainer.device_tensors())
         with AllocatorTimeline(self.device, baseline) as timeline:
             self.step()
-        points = timeline.points
-        size = -(-len(points) // POINTS)
-        if size > 1:
-            groups = [points[at : at + size] for at in range(0, len(points), size)]
-            ways = [itemgetter(1)] + [itemgetter(2)] * (points[0][2] is not None)  # allocated, reserved
-            highest = {max(group, key=way) for group in groups for way in ways}
-            points = sorted({points[0], points[-1]} | highest)
+        times, *kinds = (column for column in zip(*timeline.points, strict=True) if column[0] is not None)
+        every, size = range(len(times)), -(-len(times) // POINTS)
+        groups = [every[at : at + size] for at in every[::size]]
+        kept = {every[0], every[-1]} | {max(group, key=kind.__getitem__) for group in groups for kind in kinds}
+        names = ("allocated_gib", "reserved_gib")[: len(kinds)]
         return [
-            {"at_ms": ms, "allocated_gib": live / GIB} | ({} if held is None else {"reserved_gib": held / GIB})
-            for ms, live, held in points
+            {"at_ms": times[at]} | {name: kind[at] / GIB for name, kind in zip(names, kinds, strict=True)}
+            for at in sorted(kept)
         ]
 
     def memory(self) -> dict[str, float]:
@@ -138,7 +135,7 @@ class TrainSession:
         found = {"compute_floor_ms": flops / measure_product(self.device, dtype, 8192 if cuda else 256) * 1e3}
         if isinstance(self.trainer, SlideTrainer):
             moved, link = step_bytes(self.trainer), measure_link(self.device, nbytes=2**28 if cuda else 2**22)
-            found |= link | {"link_ms": link_ms(link, moved.forward, moved.backward)}
+            found |= link | {"link_ms": link_ms(link, moved[:2], moved[2:4])}
             if moved.updates:
                 found["update_floor_ms"] = moved.updates / measure_copy(2**29 if cuda else 2**24) * 1e3
         torch.cuda.empty_cache()
@@ -159,35 +156,32 @@ class TrainSession:
 
 
 class Moved(NamedTuple):
-    """Bytes that a step of slide has to move."""
+    """Bytes that a step of slide, or one of its layers in a step, has to move."""
 
-    forward: tuple[int, int]  # over the link while the forward runs: to the device; to the host
-    backward: tuple[int, int]  # likewise, while the backward runs
-    updates: int  # read and written in the host's memory by its updates
+    forward_in: int  # over the link to the device, while the forward runs
+    forward_out: int  # to the host, meanwhile
+    backward_in: int  # likewise, while the backward runs
+    backward_out: int
+    updates: int = 0  # read and written in the host's memory by its updates
 
 
 def step_bytes(trainer: SlideTrainer) -> Moved:
     """The fewest bytes that a step has to move for its layers."""
-    schedule, forward, forward_out, backward, backward_out, updates = trainer.engine.schedule, 0, 0, 0, 0, 0
+    schedule, moved = trainer.engine.schedule, []
     count, slots = len(schedule.layers), len(schedule.weights)
     for place, layer in enumerate(schedule.layers.values()):
         weights, state = layer.flat.nbytes, sum(flat.nbytes for flat in layer.state.values())
         read = weights * ("master" not in layer.state)  # by an update, which a master spares that
-        backward += weights * (place < count - slots)  # the last layers are still in their slots
-        if not layer.travels:  # frozen, or updated by the CPU
-            forward += weights
-            backward_out += weights * layer.trained  # gradients
-            updates += (2 * state + 2 * weights + read) * layer.trained
+        again = weights * (place < count - slots)  # in the backward; the last layers are still in their slots
+        if not layer.travels:  # frozen, or updated by the CPU, to which its gradients go
+            updates = (2 * state + 2 * weights + read) * layer.trained
+            moved.append(Moved(weights, 0, again, weights * layer.trained, updates))
         elif trainer.late:  # updated on the device in the backward, at whose end the first layers are in their slots
-            forward += weights * (place >= slots)
-            backward += state
-            backward_out += state + weights
+            moved.append(Moved(weights * (place >= slots), 0, again + state, state + weights))
         else:  # updated on the device in the next forward; gradients may have to wait for it on the host
             gradients = weights * (trainer.engine.choice.grads == "host")
-            forward += state + gradients + read
-            forward_out += state + weights
-            backward_out += gradients
-    return Moved((forward, forward_out), (backward, backward_out), updates)
+            moved.append(Moved(state + gradients + read, state + weights, again, gradients))
+    return Moved(*map(sum, zip(*moved, strict=True)))
 
 
 def link_ms(rates: dict[str, float], *phases: tuple[int, int]) -> float:

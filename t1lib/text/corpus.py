@@ -62,19 +62,19 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
         found = [(path.name, text)]
     else:
         found = _below(path, library)
-    left, kept, sizes, copies = 2**62 if limit is None else parse_bytes(limit), {}, {}, 0
+    left, kept, sizes, copies = 2**62 if limit is None else parse_bytes(limit), {}, {}, 0  # kept: text → name
     for name, text in sorted(found, key=lambda entry: sha256(entry[0])):
         if text in sizes:
-            copies += 1
+            copies += text in kept
         elif text.strip():
             sizes[text] = len(text.encode())
             if sizes[text] <= left:
                 left -= sizes[text]
-                kept[name] = text
+                kept[text] = name
     require(bool(sizes), f"the corpus is empty: {what} holds no text")
     smallest = min(sizes.values())
     require(bool(kept), f"{what} holds no text within limit {limit}; allowed: {smallest}, its smallest text, or more")
-    return kept, copies
+    return {name: text for text, name in kept.items()}, copies
 
 
 def _below(root: Path, library: bool) -> Iterator[tuple[str, str]]:
@@ -86,10 +86,8 @@ def _below(root: Path, library: bool) -> Iterator[tuple[str, str]]:
             require(not link.is_symlink(), f"{link} is a link to a folder; put the folder there, or give it alone")
         for path in (folder / name for name in names if not name.startswith(".")):
             source = path.suffix == ".py" and not path.match("_sysconfigdata*")  # it has the build machine's paths
-            usual = os.path.isfile(path) and (source or not library)  # a pipe, say, is not
-            lost = not library and not os.path.exists(path)  # a link to nothing
-            text = _text(path) if usual or lost else None
-            if text is not None:
+            there = os.path.isfile(path) or not (library or os.path.exists(path))  # a link to nothing, too, but no pipe
+            if there and (source or not library) and (text := _text(path)) is not None:
                 yield path.relative_to(root).as_posix(), text
 
 

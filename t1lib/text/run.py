@@ -64,8 +64,8 @@ def _memory() -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        less = "allowed: a smaller model, less at a time (--micro-batch, --batch, --seq), or --mode slide"
-        raise T1Error(f"{reason(error)}\n{less}; --resume goes on from the last checkpoint, if any") from error
+        less = "a smaller model, less at a time (--micro-batch, --batch, --seq), or --mode slide, in another --out"
+        raise T1Error(f"{reason(error)}\nallowed: {less}; --resume goes on from the last checkpoint, if any") from error
 
 
 def _check(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class TrainRun:
     def about(self) -> str:
         """What is trained, on what, and how it is kept, in two lines."""
         found, options, spec = self.session.about(), self.options, self.session.trainer.spec
-        texts = f"{found['files']} texts" + (f" ({found['copies']} copies left out)" if found["copies"] else "")
+        texts = f"{found['files']} texts" + (f" (copies left out: {found['copies']})" if found["copies"] else "")
         texts = f"{found['train_tokens']:,} tokens of {texts}, {found['held_out_tokens']:,} held out"
         masters = " with float32 masters" if spec.master_weights else ""
         moments = f", moments in {spec.moments}" if spec.name == "adamw" else ""

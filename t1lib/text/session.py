@@ -17,7 +17,8 @@ from t1lib.text.corpus import LIBRARY, load_corpus, save_tokenizer
 from t1lib.train import MODES, PRESETS, OptimizerSpec, Schedule, StepRecord, build_model, make_trainer
 
 STEPS = 1000
-TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "chat_template.*", "vocab.*", "merges.txt")  # of a checkpoint folder
+TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "vocab.*", "merges.txt")  # of a checkpoint folder
+TOKENIZER_FILES += ("chat_template.*", "additional_chat_templates/*")
 VOCABULARY = 16384  # most for a preset by default: what a few megabytes of text support
 
 
@@ -101,12 +102,13 @@ class LanguageSession:
             weights |= self.trainer.state_of(names)["model"]
         with whole(folder) as partial:
             self.trainer.model.save_pretrained(partial, state_dict=weights)
-            if self._tokenizer_file is None:
+            if (own := self._tokenizer_file) is None:
                 save_tokenizer(self.corpus.tokenizer, partial)
             else:
-                for path in (p for name in TOKENIZER_FILES for p in self._tokenizer_file.parent.glob(name)):
-                    if path.is_file():
-                        shutil.copyfile(path, partial / path.name)
+                for path in (path for form in TOKENIZER_FILES for path in own.parent.glob(form) if path.is_file()):
+                    target = partial / path.relative_to(own.parent)
+                    target.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(path, target)
         return folder
 
 

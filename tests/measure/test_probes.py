@@ -76,14 +76,15 @@ def test_state_leaves_while_it_is_updated_in_the_backward_or_if_clipped_in_the_n
     whole, one = sum(layer.flat.nbytes for layer in layers), layers[0].flat.nbytes
     again, state = whole - 2 * one, 2 * whole
     if norm is None:
-        assert moved == ((again, 0), (again + state, whole + state), 0)
+        assert moved == (again, 0, again + state, whole + state, 0)
     else:
-        assert moved == ((2 * whole + state, whole + state), (again, whole), 0)
+        assert moved == (2 * whole + state, whole + state, again, whole, 0)
 
 
 def test_a_timeline_keeps_the_peaks_of_both_kinds_of_memory(monkeypatch):
     points = [(float(ms), 5, 6) for ms in range(4000)]
     points[1234], points[2345] = (1234.0, 9, 9), (2345.0, 1, 30)
+    points[-2:] = [(3999.0, 8, 6), (3999.0, 2, 6)]  # within the same microsecond, of which the last ends the step
 
     @contextmanager
     def recorded(*_):
@@ -95,6 +96,7 @@ def test_a_timeline_keeps_the_peaks_of_both_kinds_of_memory(monkeypatch):
     found = TrainSession.timeline(own)
     assert len(found) < 1000 and [p["at_ms"] for p in found] == sorted(p["at_ms"] for p in found)
     assert [max(p[f"{kind}_gib"] for p in found) * 2**30 for kind in ("allocated", "reserved")] == [9, 30]
+    assert [p["allocated_gib"] * 2**30 for p in found[-2:]] == [8, 2]
 
 
 def test_timeline_sees_every_allocation_in_order_and_exactly():

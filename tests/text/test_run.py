@@ -364,10 +364,12 @@ def test_what_it_exports_is_the_model_that_was_trained_and_can_be_trained_on(tmp
     loss = model(input_ids=rows, labels=rows).loss.item()
     assert loss == pytest.approx(metrics(tmp_path / "a")["held_out_loss"].iloc[-1], rel=1e-5)
     small = ["--seq", "16", "--batch", "4", "--device", "cpu", "--head", "chunked", "--out", "b", "--steps", "1"]
-    tokenizer.chat_template, tokenizer.pad_token, tokenizer.model_max_length = "{{ messages }}", "!", 99
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.pad_token, tokenizer.model_max_length = "!", 99
     tokenizer.save_pretrained("a/model")
     assert main(["train", "--model", "a/model", "--data", "own", *small, "--export"]) == 0
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    templates = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
+    for name in ("tokenizer.json", "tokenizer_config.json", *templates):
         assert Path("b/model", name).read_bytes() == Path("a/model", name).read_bytes()
     monkeypatch.chdir(tmp_path / "own")
     assert main([*AGAIN, "--out", "../b", "--steps", "2"]) == 0
