@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from t1lib.errors import T1Error, choose
+from t1lib.errors import T1Error, choose, require, shown
 from t1lib.heads.chunked import chunked
 from t1lib.heads.full import full, native
 from t1lib.heads.fused import fused
@@ -64,10 +64,15 @@ def linear_cross_entropy(
     return (loss, stats) if return_stats else loss
 
 
-def check_options(**options: Any) -> None:
-    """Raise `T1Error` unless `linear_cross_entropy` takes these options, for bfloat16 operands: every option does."""
+def check_options(options: dict[str, Any]) -> None:
+    """Raise `T1Error` unless `linear_cross_entropy` takes these options, for bfloat16 operands, which all are for.
+    Tensors among them are not looked at, as their sizes depend on the operands."""
+    for name in options:
+        known = isinstance(name, str) and name not in ("input", "linear_weight", "target")
+        require(known, f"option {shown(name)}; allowed: those of linear_cross_entropy, without its operands")
     zeros = partial(torch.zeros, dtype=torch.bfloat16, device="cpu")
-    linear_cross_entropy(zeros(2, 4), zeros(8, 4), zeros(2).long(), **options)
+    others = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
+    linear_cross_entropy(zeros(2, 4), zeros(8, 4), zeros(2).long(), **others)
 
 
 def next_token_targets(ids: Tensor, ignore_index: int = -100) -> Tensor:

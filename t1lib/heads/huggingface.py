@@ -41,7 +41,7 @@ def patch_head(model: nn.Module, *, return_logits: bool = False, **options: Any)
     require(not patch or not patch["active"], f"{name} is already patched; call unpatch_head first")
     decided = ", ".join(set(DECIDED.split()) & set(options))
     require(not decided, f"patch_head does not take {decided}: the model or the call decides it")
-    heads.check_options(**options)
+    heads.check_options(options)
     require(not getattr(lm.config, "is_encoder_decoder", False), f"{name} has an encoder; patch_head takes a decoder")
     _output_layer(lm)
     loss = getattr(lm.loss_function, "__name__", type(lm.loss_function).__name__)
@@ -123,6 +123,8 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
 
 def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> Any:
     """Run the model's forward, `call`, with a `StandIn` as output layer. items: what it divides a sum of losses by."""
+    from transformers.utils import ModelOutput
+
     name, (parent, key, linears) = type(lm).__name__, _output_layer(lm)
     stand_in = StandIn(name, parent._modules[key], linears, patch["options"], items)
     with instead((parent, key, stand_in), (lm, "_loss_function", patch["loss"])):  # torch.compile guards on the latter
@@ -131,8 +133,8 @@ def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> A
     parts = outputs if isinstance(outputs, dict) else dict(enumerate(outputs))
     for place, logits in [(place, part) for place, part in parts.items() if isinstance(part, Logits)]:
         parts[place] = logits.compute() if patch["return_logits"] else None  # of a ModelOutput, also the field
-        if parts[place] is None and isinstance(parts, OrderedDict):  # a ModelOutput is one, but without entries of None
-            OrderedDict.__delitem__(parts, place)  # which its own method forbids
+        if parts[place] is None and isinstance(parts, ModelOutput):  # which has no entries of None
+            OrderedDict.__delitem__(parts, place)  # its own method forbids that
     return parts if parts is outputs else tuple(parts.values())
 
 
@@ -141,8 +143,8 @@ def _output_layer(lm: nn.Module) -> tuple[nn.Module, str, list[nn.Linear]]:
     `modules_to_save` chooses from. `T1Error` for a layer that does more, such as LoRA's, or has hooks."""
     name, layer = type(lm).__name__, lm.get_output_embeddings()
     require(not isinstance(layer, StandIn), f"{name} is called with labels within its own call with labels")
-    path = next((path for path, module in lm.named_modules() if module is layer), None)
-    require(path is not None, f"{name} has no output layer; patch_head takes a causal language model")
+    paths = [path for path, module in lm.named_modules(remove_duplicate=False) if module is layer]
+    require(bool(paths), f"{name} has no output layer; patch_head takes a causal language model")
     peft = type(layer).__name__ == "ModulesToSaveWrapper"
     linears = [layer.original_module, *layer.modules_to_save.values()] if peft else [layer]
     for linear in linears:
@@ -152,7 +154,7 @@ def _output_layer(lm: nn.Module) -> tuple[nn.Module, str, list[nn.Linear]]:
         plain &= "forward" not in linear.__dict__ or moves  # accelerate's own hooks only move tensors
         kind = f"{type(linear).__module__}.{type(linear).__name__}"
         require(plain, f"{name}'s output layer is a {kind} that may do more than a product; allowed: a plain nn.Linear")
-    *outer, key = path.split(".")
+    *outer, key = min((path.split(".") for path in paths), key=len)  # a part may hold it, too, as draft heads do
     around = [lm.get_submodule(".".join(outer[:n])) for n in range(len(outer) + 1)]  # from the model itself on
     _require_no_hooks(name, [layer, *linears], around[1:])
     return around[-1], key, linears

@@ -51,9 +51,10 @@ def _build_one(outputs: Path) -> Path:
     contents = {run: manifest.read(run) for run in runs}
     final = outputs.with_name(f"{outputs.name}.pdf")
     with tempfile.TemporaryDirectory(prefix="t1-report-") as temporary:
-        sources = paths.root() / "report"
-        folder = shutil.copytree(sources, Path(temporary), dirs_exist_ok=True, ignore=_OTHERS)
-        shutil.copy(sources / f"{outputs.name}.tex", folder)
+        source = paths.root() / "report" / f"{outputs.name}.tex"
+        require(source.is_file(), f"{paths.shown(source)} is not there, of which the report is built")
+        folder = shutil.copytree(source.parent, Path(temporary), dirs_exist_ok=True, ignore=_OTHERS)
+        shutil.copy(source, folder)
         read = {f"report/{name}": entry for name, entry in manifest.files(folder).items()}
         for run, before in runs.items():
             made = (run / "numbers.tex", *run.glob("tables/*.tex"), *run.glob("figures/*.pdf"))

@@ -167,7 +167,7 @@ class Moved(NamedTuple):
 
 def step_bytes(trainer: SlideTrainer) -> Moved:
     """The fewest bytes that a step has to move for its layers."""
-    schedule, moved = trainer.engine.schedule, []
+    schedule, moved = trainer.engine.schedule, [Moved(0, 0, 0, 0)]
     count, slots = len(schedule.layers), len(schedule.weights)
     for place, layer in enumerate(schedule.layers.values()):
         weights, state = layer.flat.nbytes, sum(flat.nbytes for flat in layer.state.values())

@@ -91,7 +91,7 @@ def stream(
     require(not begun, "the model has gradients; allowed: a model without, as after zero_grad()")
     require(head is None or isinstance(head, dict), f"head={shown(head)}; allowed: a dict, or None")
     if head is not None:
-        check_options(**head)
+        check_options(head := {**head})  # a copy: the plan may be made later
     budget = None if gpu_memory is None else parse_bytes(gpu_memory)
     enough = budget is None or budget >= 2**20
     require(enough, f"gpu_memory={shown(gpu_memory)} is {budget} bytes; allowed: 1MiB or more, such as '16GiB'")

@@ -12,7 +12,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from t1lib.errors import choose, require, shown
-from t1lib.files import remove
 from t1lib.train import stream as stream_model
 from t1lib.train.optimizer import StreamOptimizer
 
@@ -103,11 +102,12 @@ class StreamTrainer(Trainer):
         return super()._wrap_model(model, *others, **named)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """In place of an earlier run's checkpoint of the same step, which may have files that this one lacks. First
-        goes the file without which it counts as unfinished."""
+        """Over an earlier run's checkpoint of the same step. What this one might lack goes first, and before it the
+        file without which a checkpoint counts as unfinished."""
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        remove(folder)
+        for stale in (TRAINER_STATE_NAME, "optimizer.*", "scheduler.pt", "scaler.pt", "rng_state*.pth"):
+            for path in folder.glob(stale):
+                path.unlink()
         super()._save_checkpoint(model, trial)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:

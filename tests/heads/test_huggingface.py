@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -354,6 +355,12 @@ def test_logits_scaled_in_place(changed):
         compare(own, ours, **batch())
 
 
+def test_an_output_layer_that_a_part_of_the_model_holds_too():
+    own, ours = pair("Qwen3")
+    ours.model.draft = nn.Sequential(ours.lm_head)
+    compare(own, ours, **batch())
+
+
 def test_the_output_layer_is_called_under_what_was_in_force_there():
     """Gradient mode and autocast; hidden states that have changed since are refused."""
 
@@ -394,6 +401,16 @@ def test_outputs_keep_what_is_no_field():
     got = patch_head(model)(**batch())
     assert got.metric == got["further"] == 3.0 and got.logits is None and "logits" not in got
     assert got.to_tuple()[0] is got.loss
+
+
+def test_an_ordered_dict_keeps_its_keys():
+    class Listed(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            return OrderedDict(super().forward(*args, **kwargs))
+
+    model = build("Llama")
+    model.__class__ = Listed
+    assert patch_head(model)(**batch())["logits"] is None
 
 
 def test_a_loss_written_out_in_the_model():

@@ -12,6 +12,8 @@ import torch
 from t1lib.measure.probes import AllocatorTimeline, HostPeak, median_ms, rounds, storage_bytes
 from t1lib.measure.session import LINK, TrainSession, link_ms, measure_link, step_bytes
 from t1lib.memory import host_available, pinned_zeros
+from t1lib.models import sizes
+from t1lib.plan.cost import Choice
 from t1lib.timing import Trace
 
 CPU = torch.device("cpu")
@@ -79,6 +81,13 @@ def test_state_leaves_while_it_is_updated_in_the_backward_or_if_clipped_in_the_n
         assert moved == (again, 0, again + state, whole + state, 0)
     else:
         assert moved == (2 * whole + state, whole + state, again, whole, 0)
+
+
+def test_layers_that_all_stay_on_the_device_move_nothing():
+    options = dict(model="tiny", mode="slide", dtype="float32", batch=1, seq=8, optimizer={"name": "adamw"})
+    layers = sizes("tiny")["layers"]
+    trainer = TrainSession(**options, device="cpu", choice=Choice(resident=layers)).trainer
+    assert step_bytes(trainer) == (0, 0, 0, 0, 0)
 
 
 def test_a_timeline_keeps_the_peaks_of_both_kinds_of_memory(monkeypatch):

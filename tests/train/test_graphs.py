@@ -89,7 +89,9 @@ def test_a_budget_counts_the_head_with_its_options(monkeypatch):
     ]:  # fmt: skip
         with streaming(model, gpu_memory="1GiB", plan_for=(2, 6), head=head):
             pass
-    with streaming(blocks(), gpu_memory="1GiB", head={"workspace": "3MiB"}) as (streamed, own):
+    given = {"workspace": "3MiB", "weight": torch.ones(61)}
+    with streaming(blocks(), gpu_memory="1GiB", head=given) as (streamed, own):
+        given["workspace"] = "9MiB"  # too late
         train(streamed, own, data(1))
     assert seen.pop() == 3 * 2**20
     full, undone, patched, given, eight, in_fp8 = seen

@@ -188,6 +188,17 @@ def test_weights_that_are_saved_alone_do_not_go_on_with_an_earlier_run_s_state(t
     assert_same(*resumed)
 
 
+def test_what_a_callback_puts_beside_a_checkpoint_stays(tmp_path):
+    class Noting(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            (tmp_path / f"checkpoint-{state.global_step}").mkdir(exist_ok=True)
+            (tmp_path / f"checkpoint-{state.global_step}" / "notes.txt").write_text("mine")
+
+    for _ in range(2):
+        trainer(StreamTrainer, tmp_path, dropping(), **SAVING, max_steps=2, parts={"callbacks": [Noting()]}).train()
+    assert (tmp_path / "checkpoint-2" / "notes.txt").read_text() == "mine"
+
+
 @pytest.mark.slow
 def test_a_second_call_of_train_begins_with_weights_and_state_of_the_first(tmp_path):
     found = train_both(tmp_path)
