@@ -154,7 +154,7 @@ def _output_layer(lm: nn.Module) -> tuple[nn.Module, str, list[nn.Linear]]:
         plain &= "forward" not in linear.__dict__ or moves  # accelerate's own hooks only move tensors
         kind = f"{type(linear).__module__}.{type(linear).__name__}"
         require(plain, f"{name}'s output layer is a {kind} that may do more than a product; allowed: a plain nn.Linear")
-    *outer, key = min((path.split(".") for path in paths), key=len)  # a part may hold it, too, as draft heads do
+    *outer, key = sorted((path.split(".") for path in paths), key=len)[0]  # parts may hold it, too, as draft heads do
     around = [lm.get_submodule(".".join(outer[:n])) for n in range(len(outer) + 1)]  # from the model itself on
     _require_no_hooks(name, [layer, *linears], around[1:])
     return around[-1], key, linears
