@@ -24,9 +24,9 @@ from t1lib.plan.cost import Choice, choice_of, device_bytes, fsdp_ms, host_bytes
 from t1lib.plan.rates import H200, Machine, device_name, machine_file, measure_machine, this_machine
 from t1lib.plan.work import MODES, Work, in_mode, work_of
 
-# Shares of the streamed layers that the CPU may update. Between a quarter and all, runs were up to a fifth slower than
+# Shares of the streamed layers that the CPU may update. With more than a quarter, runs were up to a fifth slower than
 # predicted, as the CPU and the link share the host's memory (H200).
-SHARES = 0.0, 1 / 4, 1.0
+SHARES = 0.0, 1 / 4
 ALIKE = 1.1  # predicted times within this ratio count as equal: they are no more exact than that
 PROCESS = int(1.5 * GIB)  # host memory that Python, torch and CUDA take
 _ROW = "{:<6} {:<8} {:>10} {:>10} {:>10} {:>10} {:>10}  {}"  # of the command's table
@@ -35,17 +35,14 @@ AT_A_TIME = 2**27  # tokens, more than any device holds; beyond that, the search
 
 def alternatives(work: Work) -> Iterator[Choice]:
     """All choices, each as a table: every number of resident layers (rows) with every number of layers that keep their
-    activations (columns). A third slot helps where updates read the weights."""
+    activations (columns). More slots help where layers are updated in the backward, or read their weights for it."""
     layers = np.arange(work.layers + 1)
     outers = ("device", "host") if work.outer else ("device",)
     shares = SHARES if work.cuda and work.frozen < work.layers else (float(work.frozen < work.layers),)
-    gradients = (2,) if work.together or not work.state else (2, 4, 8)
-    weights = (2,) if work.masters else (2, 3)
     # Not with graphs: nothing else can use their memory, and gradients on the device reserved more than expected.
     waiting = ("host", "device") if work.together and work.cuda and not work.graphed else ("host",)
-    each = product(outers, ("device", "host"), weights, gradients, shares, waiting)
-    for outer, inputs, slots, places, share, grads in each:
-        yield Choice(slots, layers[:, None], layers[None, :], inputs, outer, places, share, grads)
+    for outer, inputs, slots, share, grads in product(outers, ("device", "host"), (2, 4), shares, waiting):
+        yield Choice(slots, layers[:, None], layers[None, :], inputs, outer, share, grads)
 
 
 def choose_plan(

@@ -50,14 +50,13 @@ NEAR = 8  # exponent of a smooth maximum, by which two lanes of similar length d
 class Choice:
     """What streaming keeps where, which trades memory for time."""
 
-    slots: int = 2  # device buffers for layer weights
+    slots: int = 2  # device buffers for the weights of layers, and as many for their gradients
     resident: int = 0  # this many layers stay on the device, with gradients and optimizer state: see `which_stay`
     keep: int = 0  # this many last layers keep their activations; the others are recomputed in the backward
     inputs: str = "device"  # where the inputs of recomputed layers wait for the backward: "device" or "host"
     # Where embedding and head have their optimizer state: on the "device", or on the "host", from where it travels
     # beside the forward. In the latter case their weights, too, leave the device during the layers' backward.
     outer: str = "device"
-    grad_slots: int = 2  # device buffers for layer gradients
     host_share: float = 0.0  # share of the streamed layers that the host's CPU updates, see `updated_by_host`
     # Where gradients of layers that the device updates wait for the last gradient, if they have to: "host" or "device",
     # where they take the memory that the layers' inputs have left.
@@ -162,7 +161,7 @@ class _OnDevice:
         work, choice = self.work, self.choice
         layers = choice.resident * self.weights + self.trained_resident * work.layer * work.state + work.aside
         outside = self.outer + work.outer * work.state * (choice.outer == "device")
-        slots = choice.slots * (choice.resident < work.layers) + choice.grad_slots * (self.trained_streamed > 0)
+        slots = choice.slots * (choice.resident < work.layers) + choice.slots * (self.trained_streamed > 0)
         # Pieces of state that travels, with weights and gradients.
         each, guests = work.state + (1 + work.together) * work.itemsize, choice.outer == "host"
         layers_travel = (self.trained_streamed > 0) & (choice.host_share < 1) & (work.state > 0 or work.together)
@@ -257,8 +256,8 @@ class _Phases:
         return _longer(self.computing[0], self.link * (outer + np.maximum(self.moving * self.weights, self.inputs)))
 
     def backward(self) -> Any:
-        """It can run ahead of the link by one layer for each gradient slot beyond the first."""
-        ahead = (self.choice.grad_slots - 1) * self.copies / np.maximum(self.moving, 1)
+        """It can run ahead of the link by one layer for each slot beyond the first."""
+        ahead = (self.choice.slots - 1) * self.copies / np.maximum(self.moving, 1)
         found = _longer(self.computing[1], self.copies - ahead)
         # An update that reads the weights in their slot holds up the next ones, if there is no third slot.
         held_up = self.choice.host_share < 1 and not self.work.masters and self.choice.slots == 2

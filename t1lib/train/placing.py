@@ -63,7 +63,7 @@ def check_choice(choice: Any, layers: int) -> None:
     """Raise `T1Error` unless it is a `Choice` for a stack of so many layers."""
     require(isinstance(choice, Choice), f"choice={shown(choice)}; allowed: a t1lib.plan.cost.Choice")
     some, all_or_fewer = (1, None, "1 or more"), (0, layers, f"0 to {layers}, the model's layers")
-    limits = {"resident": all_or_fewer, "keep": all_or_fewer, "slots": some, "grad_slots": some}
+    limits = {"resident": all_or_fewer, "keep": all_or_fewer, "slots": some}
     for name, (least, most, allowed) in limits.items():
         value = getattr(choice, name)
         require(is_whole(value, least, most), f"choice of {name}={shown(value)}; allowed: {allowed}")

@@ -47,7 +47,7 @@ class Schedule:
         trained = [layer for layer in self._order if layer.trained and trains]
         by_host = [layer for number, layer in enumerate(self._order) if updated_by_host(number, choice.host_share)]
         self.weights = [Slot(layout, device) for _ in range(min(choice.slots, len(self._order)))]
-        self.grads = [Slot(layout, device) for _ in range(min(choice.grad_slots, len(trained)))]
+        self.grads = [Slot(layout, device) for _ in range(min(choice.slots, len(trained)))]
         self.compute, self.inward, self.outward = Lane(device, False), Lane(device, overlap), Lane(device, overlap)
         self.thread = UpdateThread(device)
         self._scratch = Scratch()  # the update thread's

@@ -85,7 +85,7 @@ def drawn(seed: int) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any
     draw = random.Random(seed)
     in_backward, accumulate = draw.random() < 0.3, draw.random() < 0.5
     choice = Choice(
-        slots=draw.randint(1, 4), grad_slots=draw.randint(1, 3), resident=draw.choice([0, 0, 1, 2, LAYERS]),
+        slots=draw.randint(1, 4), resident=draw.choice([0, 0, 1, 2, LAYERS]),
         keep=draw.choice([0, 0, 1, 2, LAYERS]), host_share=draw.choice([0.0, 0.0, 0.5, 1.0]),
         inputs=draw.choice(["device", "host"]), outer=draw.choice(["device", "host"]),
         grads=draw.choice(["device", "host"]),

@@ -18,7 +18,7 @@ from t1lib.plan.cost import Choice
 from t1lib.train import activations
 
 ON_HOST = Choice(inputs="host", outer="host", grads="host", host_share=0.5)
-CHOICES = {"default": None, "on host": ON_HOST, "resident": Choice(resident=2, slots=1, grad_slots=1)}
+CHOICES = {"default": None, "on host": ON_HOST, "resident": Choice(resident=2, slots=1)}
 CHOICES |= {"kept": Choice(keep=2), "waiting": Choice(host_share=0.5, grads="device")}
 
 

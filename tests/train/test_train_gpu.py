@@ -34,7 +34,7 @@ PLACES = {
     "updated by the CPU": Choice(outer="host", host_share=1.0),
     "resident": Choice(resident=4),
     "gradients wait": Choice(resident=2, grads="device"),
-    "kept": Choice(keep=4, grad_slots=3),
+    "kept": Choice(slots=3, keep=4),
 }
 
 
