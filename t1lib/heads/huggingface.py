@@ -60,7 +60,7 @@ def unpatch_head(model: nn.Module) -> nn.Module:
     require(bool(patch and patch["active"]), f"{name} is not patched, so there is nothing to undo")
     patch["active"] = False
     # if others have wrapped our forward since, as accelerate does for bfloat16, it stays and only calls the original
-    if hasattr(lm.forward, "is_t1_head"):
+    if getattr(lm.forward, "__func__", lm.forward) is getattr(lm.forward, "t1_head", None):
         del lm._t1_head, lm._replicate_for_data_parallel, lm.forward
         if patch["previous"] is not None:
             lm.forward = patch["previous"]
@@ -101,7 +101,7 @@ def _patched(original: Callable) -> Callable:
             return _call_with_head(self, patch, partial(call, *args, **kwargs), given.get("num_items_in_batch"))
 
     del forward.__wrapped__  # accelerate follows it to take its own wrappers off, and would take this one off, too
-    forward.__signature__, forward.is_t1_head = signature, True
+    forward.__signature__, forward.t1_head = signature, forward  # `functools.wraps` gives wrappers both
     return forward
 
 

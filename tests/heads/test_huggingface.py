@@ -1,6 +1,7 @@
 """`patch_head`: the model's own loss and gradients, in every family, wrapper and trainer, and no logits."""
 
 import copy
+import functools
 import inspect
 import pickle
 from collections import OrderedDict
@@ -149,6 +150,15 @@ def test_copies_and_files(tmp_path):
     ours.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     torch.testing.assert_close(again(**batch()).loss, own(**batch()).loss)
+
+
+def test_what_wraps_the_patched_forward_stays():
+    """Also if it takes over the function's attributes, as `torch.compile` and accelerate's hooks do."""
+    own, ours = pair("Llama", CHUNKED)
+    calls, patched = [], ours.forward
+    ours.forward = functools.wraps(patched)(lambda *args, **kwargs: calls.append(1) or patched(*args, **kwargs))
+    assert unpatch_head(ours)(**batch()).logits is not None and calls
+    compare(own, patch_head(ours, **CHUNKED), **batch())
 
 
 def test_compiled_code_of_a_plain_call_is_not_taken_for_a_patched_one():
