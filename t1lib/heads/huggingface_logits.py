@@ -147,8 +147,8 @@ class Logits:
     def float(self) -> "Logits":
         return self.to(torch.float32)
 
-    def size(self, dim: int) -> int:
-        return self.shape[dim]
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
 
     def view(self, *shape: int) -> "Logits":
         return self._derived(hidden=self.hidden.flatten(0, -2)) if shape == (-1, self.columns) else self._refuse("view")

@@ -428,6 +428,7 @@ def test_a_loss_written_out_in_the_model():
 
     def loss(logits, labels, *_):
         rows, target = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous().view(-1)
+        assert rows.size() == rows.shape
         return nn.CrossEntropyLoss()(rows.view(-1, rows.size(-1)), target)
 
     own = odd(lambda logits: logits.float(), loss)
