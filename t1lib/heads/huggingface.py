@@ -131,10 +131,11 @@ def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> A
         outputs = call()
     require(stand_in.asked, f"{name} asks for no cross-entropy of what its output layer returns")
     parts = outputs if isinstance(outputs, dict) else dict(enumerate(outputs))
-    for place, logits in [(place, part) for place, part in parts.items() if isinstance(part, Logits)]:
-        parts[place] = logits.compute() if patch["return_logits"] else None  # of a ModelOutput, also the field
-        if parts[place] is None and isinstance(parts, ModelOutput):  # which has no entries of None
-            OrderedDict.__delitem__(parts, place)  # its own method forbids that
+    within = [part for part in parts.values() if isinstance(part, ModelOutput)]  # InstructBLIP's language model's
+    for found, place in [(o, place) for o in (parts, *within) for place in o if isinstance(o[place], Logits)]:
+        found[place] = found[place].compute() if patch["return_logits"] else None  # of a ModelOutput, also the field
+        if found[place] is None and isinstance(found, ModelOutput):  # which has no entries of None
+            OrderedDict.__delitem__(found, place)  # its own method forbids that
     return parts if parts is outputs else tuple(parts.values())
 
 

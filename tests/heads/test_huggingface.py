@@ -404,12 +404,14 @@ def test_outputs_keep_what_is_no_field():
         def forward(self, *args, **kwargs):
             outputs = super().forward(*args, **kwargs)
             outputs.metric = outputs["further"] = 3.0
+            outputs["part"] = type(outputs)(logits=outputs.logits)
             return outputs
 
     model = build("Llama")
     model.__class__ = Noted
     got = patch_head(model)(**batch())
     assert got.metric == got["further"] == 3.0 and got.logits is None and "logits" not in got
+    assert got["part"].logits is None and "logits" not in got["part"]
     assert got.to_tuple()[0] is got.loss
 
 
