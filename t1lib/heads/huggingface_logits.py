@@ -154,18 +154,26 @@ class Logits:
         return self._derived(hidden=self.hidden.flatten(0, -2)) if shape == (-1, self.columns) else self._refuse("view")
 
     def __getitem__(self, key: Any) -> "Logits":
-        slices = isinstance(key, tuple) and all(part is Ellipsis or isinstance(part, slice) for part in key)
-        columns = range(self.columns)[key[-1]] if slices and key[0] is Ellipsis and len(key) > 1 else range(0)
+        """Slices, or a mask of tokens, which models with padding take their losses of."""
+        dims = self.hidden.dim()
+        if isinstance(key, Tensor) and key.dtype == torch.bool and key.dim() < dims:
+            return self._derived(hidden=self.hidden[key], shared=False)
+        key = key if isinstance(key, tuple) else (key,)
+        if not all(part is Ellipsis or isinstance(part, slice) for part in key):
+            self._refuse("indexing")
+        at = key.index(...) if ... in key else len(key)
+        rows = (*key[:at], *[slice(None)] * (dims - len(key) + (... in key)), *key[at + 1 :])
+        columns = range(self.columns)[rows[-1]]
         if not columns or columns != range(len(columns)):
             self._refuse("indexing")
-        return self._derived(hidden=self.hidden[(*key[:-1], slice(None))], columns=len(columns))
+        return self._derived(hidden=self.hidden[(*rows[:-1], slice(None))], columns=len(columns))
 
     def _refuse(self, what: Any = None, *_: Any) -> NoReturn:
         what = what if isinstance(what, str) else "arithmetic, comparison or assignment"
         allowed = "scaling by a number, softcap, cross-entropy"
         raise T1Error(f"{self.source.model} does to its logits what no head can follow: {what}. Allowed: {allowed}")
 
-    contiguous = to
+    contiguous, reshape = to, view
     __rmul__ = __mul__
     __add__ = __radd__ = __sub__ = __rsub__ = __rtruediv__ = __matmul__ = __neg__ = __abs__ = _refuse
     __pow__ = __rpow__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = _refuse

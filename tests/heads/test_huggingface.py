@@ -425,13 +425,17 @@ def test_an_ordered_dict_keeps_its_keys():
     assert patch_head(model)(**batch())["logits"] is None
 
 
-def test_a_loss_written_out_in_the_model():
-    """As in the code that many models bring along: shifted by slices."""
-
-    def loss(logits, labels, *_):
-        rows, target = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous().view(-1)
-        assert rows.size() == rows.shape
-        return nn.CrossEntropyLoss()(rows.view(-1, rows.size(-1)), target)
-
-    own = odd(lambda logits: logits.float(), loss)
+@pytest.mark.parametrize(
+    "shift",
+    [
+        lambda z: z[..., :-1, :].contiguous().view(-1, VOCAB),
+        lambda z: z[:, :-1].reshape(-1, VOCAB),
+        lambda z: z[:, -z.size(1) : -1, :].reshape(-1, z.size(-1)),
+        lambda z: z[torch.arange(z.size()[1]).expand(z.shape[:2]) < z.shape[1] - 1],
+    ],
+    ids=["view", "reshape", "from the end", "by a mask"],
+)
+def test_a_loss_written_out_in_the_model(shift):
+    """As in the code that many models bring along."""
+    own = odd(lambda z: z.float(), lambda z, labels, *_: nn.CrossEntropyLoss()(shift(z), labels[..., 1:].reshape(-1)))
     compare(own, patch_head(copy.deepcopy(own)), **batch())
