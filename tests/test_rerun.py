@@ -331,6 +331,22 @@ def test_a_cell_sees_what_those_above_it_recorded_and_all_may_run_again(checkout
     assert len(published(checkout)) == 5
 
 
+def test_what_was_drawn_of_all_records_is_drawn_again_once_there_are_others(checkout, kernel):
+    """A cell above records for the first time, or what was left out is back, as its parameter is."""
+    kernel.cells |= {"new": "0", "count": "run.number('demo.n', len(run.frame()))"}
+    save(checkout, kernel.cells)
+    assert kernel.everything() == ""
+    kernel.cells["new"] = "records.put('new', '', {'wall_ms': 1})"
+    save(checkout, kernel.cells)
+    assert "`[8] run.number('demo.n', len(run.frame()))`: what `[10] records" in kernel.run("new", "finish")
+    assert kernel.run("count", "finish") == ""
+    kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")
+    kernel.run("parameters", "count")
+    kernel.cells["parameters"] = PARAMETERS
+    assert "`[15] run.number('demo.n', len(run.frame()))`: what `[4] for step" in kernel.run("parameters", "finish")
+    assert kernel.run("count", "finish") == ""
+
+
 @pytest.mark.parametrize("ids", [True, False])
 @pytest.mark.parametrize(
     ("name", "make"),

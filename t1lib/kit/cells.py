@@ -48,6 +48,7 @@ class Cell:
     rows: list[Row] = field(default_factory=list)  # that it has recorded
     kinds: set[tuple[str, ...]] = field(default_factory=set)  # variant, phase and metric of what it has recorded
     drawn: set[str] = field(default_factory=set)  # names of the figures, tables and numbers that it has made
+    framed: bool = False  # whether it has read the records of all others
 
     @property
     def records(self) -> str:
@@ -141,9 +142,13 @@ class Cells:
     def _above(self, name: str, key: str) -> str | None:
         """The last cell above this one that makes a variable: in the saved notebook or, if that is not known, in the
         order in which cells ran first."""
+        return next((other for other, cell in self._all_above(key).items() if name in cell.made), None)
+
+    def _all_above(self, key: str) -> dict[str, Cell]:
+        """The cells above this one, as `_above` says, the last one first."""
         places = self.order or {other: place for place, other in enumerate(self.known)}
-        makers = (other for other in places if other in self.known and name in self.known[other].made)
-        return max((m for m in makers if places[m] < places.get(key, 0)), key=places.get, default=None)
+        above = [other for other in places if other in self.known and places[other] < places.get(key, 0)]
+        return {other: self.known[other] for other in reversed(above)}
 
     def _seen(self) -> dict[str, Cell]:
         """The cells that come before the running one in a run from top to bottom, and itself: those above it in the
@@ -158,9 +163,11 @@ class Cells:
 
     def read_records(self) -> None:
         """Note that the running cell reads the records of the others."""
+        self.running.framed = True
         for key, cell in self._seen().items():
             if cell.measured and key != self.running_key:
-                self.running.reads[cell.records] = Origin(key, cell.run)
+                valid = self._cause(key, {}) is None  # if not, they are left out
+                self.running.reads[cell.records] = Origin(key, cell.run if valid else -1)
 
     def rows(self) -> list[list[Row]]:
         """The records that are up to date, as one list per cell."""
@@ -219,7 +226,8 @@ class Cells:
         origins = {name: origin for name, origin in cell.reads.items() if origin.maker in self.known}
         moved = {name for name, origin in origins.items() if self.order and self._above(name, key) != origin.maker}
         yield from filter(None, (self._cause(origins[name].maker, found) for name in origins if name not in moved))
-        for name in cell.reads:
+        new = (other.records for other in self._all_above(key).values() if cell.framed and other.measured)
+        for name in {**cell.reads, **dict.fromkeys(new)}:
             origin = origins.get(name)
             if name in moved:
                 yield Cause(key, f"{name} is not from the last cell above that makes it, in the saved notebook")
