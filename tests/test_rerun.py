@@ -265,6 +265,9 @@ def test_a_cell_that_may_assign_a_variable_is_run_again_by_itself_as_long_as_it_
     told = kernel.run("parameters", "step", "maybe", "head", "finish")  # the 99 is still there
     assert "factor is that of another cell now; run `[3] factor" in told
     assert kernel.run("sizes", "maybe", "head", "finish") == "" and published(checkout)[-1] == ("head", 5.0)
+    kernel.cells["later"] = "factor = 7"
+    kernel.run("later", "maybe", "maybe", "head")  # the 7 is still the later cell's, however often it is kept
+    assert "factor is that of another cell now; run `[22] factor" in kernel.run("finish")
 
 
 def test_all_cells_may_run_again_though_they_use_the_same_names(checkout, kernel):

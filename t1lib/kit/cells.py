@@ -137,6 +137,7 @@ class Cells:
         right = right or maker
         if right != maker:
             self.running.fault = f"{name} is that of another cell now; run `{self.known[right].title}` first"
+            self.running.kept.discard(name)  # it stays that cell's, though this one counts as its maker from now on
         self.running.reads[name] = Origin(right, self.known[right].made.get(name, 0))
 
     def _above(self, name: str, key: str) -> str | None:
