@@ -50,7 +50,8 @@ def save_checkpoint(trainer: Trainer, folder: str | Path) -> Path:
             files.append(f"{part}.pt")
             _write(partial_path / files[-1], partial(torch.save, trainer.state_of(names)))
         sync(partial_path)
-    facts = {"step": trainer.steps, "folder": path.name, "files": _checksums(path, files)}
+        # Here, as they take long: killed meanwhile, it leaves no step that checkpoint.json lacks.
+        facts = {"step": trainer.steps, "folder": path.name, "files": _checksums(partial_path, files)}
     with writing(folder):
         sync(folder)
         with whole(folder / META) as partial_path:

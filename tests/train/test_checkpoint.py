@@ -77,6 +77,13 @@ def test_killed_at_any_point_there_is_a_complete_checkpoint(tmp_path, trained, b
     assert point > 10
 
 
+def test_killed_in_its_checksums_it_leaves_no_step_without_its_name(tmp_path, trained, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_checksums", partial(_counted, [], 0, None))
+    with suppress(Killed):
+        save_checkpoint(trained, tmp_path)
+    assert names(tmp_path) == []
+
+
 def test_a_checkpoint_that_cannot_be_read_is_replaced_but_not_removed(tmp_path, trained):
     path = save_checkpoint(trained, tmp_path)
     before = (tmp_path / META).read_text()
