@@ -7,6 +7,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from nbformat import v4
 
+from t1lib import params
 from t1lib.measure import manifest
 from t1lib.measure.records import Records
 
@@ -501,3 +502,15 @@ def test_a_part_of_a_notebook_is_not_published(checkout, kernel):
     assert "1, first `for step in range(2):`" in told and published(checkout) == whole
     kernel.cells["head"] = kernel.cells["interrupted"]
     assert kernel.run("head", "finish") == "" and sorted(published(checkout)) == sorted(whole)
+
+
+def test_what_an_edit_drew_that_was_not_saved_is_to_be_drawn_again(checkout, kernel):
+    kernel.cells = {"parameters": f"{PARAMETERS}measure: bool = True", "setup": SETUP, "n": 'run.number("demo.n", 1)'}
+    save(checkout, kernel.cells)
+    checkout.finish(folder := checkout.outputs("demo"))
+    kernel.edit("parameters", "True", "False")
+    assert kernel.everything() == ""
+    for old, new, told in (("1", "2", "drawn by other code, or of another docs/differences.md"), ("2", "1", None)):
+        kernel.edit("n", old, new)
+        assert kernel.run("n", "finish") == ""
+        assert manifest.difference(folder, "demo", params.resolve("demo", "smoke"), drawn=True) == told

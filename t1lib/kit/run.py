@@ -62,6 +62,7 @@ class Run:
         self._about = manifest.git_state() | {"experiment": experiment}
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
         self._numbers, self._saved = Numbers(), []
+        self._ran: dict[str, str] = {}  # cell → its source when it ran last
         self._clock = time.perf_counter()
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="t1-", ignore_cleanup_errors=True)
         self.outdir = folder or Path(self._temporary.name) / experiment
@@ -93,7 +94,9 @@ class Run:
         source = _MAGIC.sub(r"\1", info.raw_cell)
         with suppress(SyntaxError):  # the cell fails
             source = get_ipython().transform_cell(source)
-        self._cells.end(str(info.cell_id or info.raw_cell), source, result.success, result.execution_count)
+        key = str(info.cell_id or info.raw_cell)
+        self._ran[key] = info.raw_cell
+        self._cells.end(key, source, result.success, result.execution_count)
 
     @classmethod
     def start(cls, experiment: str, namespace: dict[str, Any]) -> Self:
@@ -219,8 +222,9 @@ class Run:
             if self._measures:
                 manifest.publish(copied, final)
             else:
-                saved = {"notebook": fingerprint.notebook(self.experiment)}  # the cells that drew, not the start's
-                manifest.replace_drawn(copied, final, self._made_of | saved)
+                same = {*self._ran.values()} <= {cell["source"] for cell in self._saved}  # else edits drew that are not
+                drew = {"notebook": fingerprint.notebook(self.experiment) if same else ""}  # in the file: draw it again
+                manifest.replace_drawn(copied, final, self._made_of | drew)
 
     def _complete(self, folder: Path, given: params.Values) -> None:
         """Write the numbers and, if they are this run's, the samples and manifest to `folder`. Drop figures, tables and
