@@ -19,7 +19,7 @@ import psutil
 from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
 
-from t1lib import claims, params, paths
+from t1lib import claims, fingerprint, params, paths
 from t1lib.errors import T1Error, UnavailableError, choose, require
 from t1lib.files import locked, recover, remove, writing
 from t1lib.measure import manifest
@@ -104,8 +104,10 @@ def _attempt(experiment: str, profile: str, parameters: params.Values) -> bool:
             with writing(staging):
                 remove(staging)  # left by a run that failed or was killed
                 staging.mkdir(parents=True)
+            ran = {"notebook": fingerprint.notebook(experiment)}  # it may be edited while its kernel starts
             _execute(experiment, parameters, staging)
-            manifest.change(staging, files=manifest.files(staging))  # with executed.ipynb
+            made_of = manifest.read(staging).get("made_of", {}) | ran
+            manifest.change(staging, made_of=made_of, files=manifest.files(staging))  # with executed.ipynb
             manifest.publish(staging, final)
         outcome = "done"
     except T1Error as error:

@@ -72,6 +72,16 @@ def test_only_what_changed_or_is_forced_is_run_again(checkout, run, command, mon
     assert run("second").startswith("second [smoke] up to date")
 
 
+def test_a_notebook_that_is_edited_while_its_kernel_starts_is_stale(checkout, run, command, monkeypatch):
+    monkeypatch.chdir(checkout.root)
+    path = checkout.add("demo")
+    edit = "from pathlib import Path\nfile = Path('notebooks/demo.ipynb')\n"
+    edit += "file.write_text(file.read_text().replace('step * rate', 'step'))\nfrom t1lib.kit.run"
+    path.write_text(path.read_text().replace("from t1lib.kit.run", json.dumps(edit)[1:-1]))
+    assert "1 run, 0 up to date" in run("demo")
+    assert "stale    notebook changed" in command("list")
+
+
 def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(checkout, run, monkeypatch):
     table = 'run.table("any", [{"n": len(run.frame())}])'
     checkout.add("bad", MEASURE, table, "x = 1\nraise ValueError('boom')")
