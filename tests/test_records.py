@@ -108,11 +108,12 @@ def test_the_commit_is_gits_or_else_the_environments(checkout, monkeypatch):
     subprocess.run([*own, "config", "status.showUntrackedFiles", "no"], check=True)
     (checkout.root / "params" / "smoke" / "demo.yaml").touch()
     assert git_state()["dirty"] is True
-    monkeypatch.setenv("T1_ROOT", str(checkout.root / "copy"))  # in another project's repository, which leaves it out
+    monkeypatch.setenv("T1_ROOT", str(checkout.root / "copy"))  # in the repository of another, which lacks it
     for name in ("notebooks", "params"):
         (checkout.root / "copy" / name).mkdir(parents=True)
-    (checkout.root / ".gitignore").write_text("copy/\n")
-    assert git_state() == {"commit": "unknown", "dirty": True}  # by T1_DIRTY
+    for ignored in ("", "copy/\n"):
+        (checkout.root / ".gitignore").write_text(ignored)
+        assert git_state() == {"commit": "unknown", "dirty": True}  # by T1_DIRTY
 
 
 @pytest.mark.parametrize(

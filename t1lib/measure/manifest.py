@@ -96,8 +96,8 @@ def git_state() -> dict[str, str | bool]:
     git, given = ("git", "-C", str(paths.root())), os.environ.get("T1_COMMIT") or "unknown"
     whole = given == "unknown" or re.fullmatch("[0-9a-f]{40}", given) is not None
     require(whole, f"T1_COMMIT is {given!r}; allowed: a commit's 40 hexadecimal digits")
-    ignored = _output(*git, "check-ignore", "-q", ".") is not None  # a copy that lies in another project's repository
-    if not ignored and (commit := _output(*git, "rev-parse", "HEAD")):
+    own = _output(*git, "rev-parse", "HEAD:./")  # None for a copy that lies in another project's repository, too
+    if own and (commit := _output(*git, "rev-parse", "HEAD")):
         require(given in ("unknown", commit), f"T1_COMMIT is {given}, and git says {commit}: unset it, or remove .git")
         shown = ("status", "--porcelain", "--untracked-files=normal")  # a setting may hide them
         changes = _output(*git, *shown, "--", ".", ":(exclude)outputs")
