@@ -349,6 +349,7 @@ def test_what_was_drawn_of_all_records_is_drawn_again_once_there_are_others(chec
     kernel.cells["parameters"] = PARAMETERS
     assert "`[15] run.number('demo.n', len(run.frame()))`: what `[4] for step" in kernel.run("parameters", "finish")
     assert kernel.run("count", "finish") == ""
+    assert "recorded has been made again" in kernel.run("head", "finish")  # where it stood before
 
 
 @pytest.mark.parametrize("ids", [True, False])

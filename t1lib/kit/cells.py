@@ -230,10 +230,10 @@ class Cells:
         new = (other.records for other in self._all_above(key).values() if cell.framed and other.measured)
         for name in {**cell.reads, **dict.fromkeys(new)}:
             origin = origins.get(name)
-            if name in moved:
-                yield Cause(key, f"{name} is not from the last cell above that makes it, in the saved notebook")
-            elif origin is None or self.known[origin.maker].made.get(name) != origin.version:
+            if origin is None or self.known[origin.maker].made.get(name) != origin.version:
                 yield Cause(key, f"{name} has been made again")
+            elif name in moved:
+                yield Cause(key, f"{name} is not from the last cell above that makes it, in the saved notebook")
         for name, value in cell.parameters.items():
             if not same(value, given.get(name, value)):
                 yield Cause(key, f"{name} was {shown(value)}, is {shown(given[name])}")
