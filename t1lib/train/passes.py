@@ -96,15 +96,16 @@ class Passes:
         saved = Saved(self.device, Saved.modes_of(modules), version, rows, given, graphs=graphs)
         try:
             self._schedule.bind(index)
+            weights = () if held is None else held.params.values()
             if save:
                 tensors = [value for value in tree_leaves(given) if isinstance(value, Tensor)]
                 needy = f"layer {index} is given an argument that needs a gradient, beside its hidden states"
                 require(not any(tensor.requires_grad for tensor in tensors), needy)
                 if held is not None:
                     held.refuse_hooks()
-                weights = () if held is None else held.params.values()
-                # A graph that is kept notices by itself what else is changed.
-                saved.note(weights if keep else [*tensors, *(param for *_, param in self._expected[index])])
+                if not keep:  # a graph that is kept notices by itself what else is changed
+                    weights = [*tensors, *(param for *_, param in self._expected[index])]
+            saved.note(weights)
             for piece in split_rows(whole, rows):
                 with saved.autocast():
                     if keep:
@@ -116,7 +117,7 @@ class Passes:
                 lost = f"layer {index} is frozen, but something in it, or an argument, needs a gradient"
                 require(save or not out.requires_grad, lost)
                 outputs.append(out.detach())
-            require(not saved.changed, f"layer {index} writes to an argument, from which it is to be recomputed")
+            require(not saved.changed, f"layer {index} writes to an argument, or to its weights, within its call")
             if self._outer is not None:
                 self._outer.forward_done(index)
         finally:

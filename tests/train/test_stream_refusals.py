@@ -261,6 +261,17 @@ def written_input(model: nn.Module, optimizer: Any) -> None:
     first_loss(model)
 
 
+@torch.no_grad()
+def written_weight(model: nn.Module, optimizer: Any) -> None:
+    """In an evaluation, whose writes would be lost."""
+
+    def write(module: nn.Module, args: Any) -> None:
+        module.weight.mul_(0.9)
+
+    layers_of(model)[0].mlp.up_proj.register_forward_pre_hook(write)
+    first_loss(model)
+
+
 def hooked(model: nn.Module, optimizer: Any, kind: str = "register_hook") -> None:
     """Nothing is updated before."""
     getattr(model.model.layers[1].mlp.up_proj.weight, kind)(lambda *_: None)
@@ -296,6 +307,7 @@ ONGOING: dict[str, tuple] = {
     "trained within what is frozen": during(trained_in_frozen, "layer 0 is frozen", frozen_layer),
     "a trained prefix": during(trained_prefix, "past_key_values"),
     "a layer that writes to its input": during(written_input, "layer 0 writes to its input"),
+    "a layer that writes to its weights": during(written_weight, "to its weights"),
     # layers send off their gradients as they go, so nothing less than a whole backward is right
     "gradients of some": during(lambda m, o: torch.autograd.grad(first_loss(m), m.lm_head.weight), "backward()"),
     "backward to some": during(lambda m, o: first_backward(m, inputs=[m.lm_head.weight]), "backward()"),
