@@ -116,6 +116,9 @@ class Passes:
                         out = self._without_graph(index, piece, saved if save else None)
                 lost = f"layer {index} is frozen, but something in it, or an argument, needs a gradient"
                 require(save or not out.requires_grad, lost)
+                grown = f"layer {index} returns {tuple(out.shape)} for {tuple(piece.hidden.shape)}"
+                cut = rows is None or out.shape[:1] == piece.hidden.shape[:1]
+                require(cut, f"{grown}; with micro_batch, give what differs by row 2 dimensions")
                 outputs.append(out.detach())
             require(not saved.changed, f"layer {index} writes to an argument, or to its weights, within its call")
             if self._outer is not None:

@@ -123,6 +123,15 @@ def test_what_layers_return_and_take():
             refused(partial(layer, hidden, scale=needy), "layer 0 is given an argument that needs a gradient")
 
 
+@torch.no_grad()
+def test_what_is_not_cut_by_rows_although_the_batch_is():
+    """Else a scale of each row, given in one dimension, would make of every row as many as there are."""
+    with streaming(blocks(), micro_batch=1) as (model, _):
+        scales = torch.rand(4)
+        model.blocks[0].result = lambda out: out * scales[:, None, None]
+        refused(lambda: model.blocks[0](torch.zeros(4, 7, 32)), "returns (4, 7, 32) for (1, 7, 32)")
+
+
 def test_a_host_without_room_for_the_whole_masters_of_layers_that_the_cpu_updates(monkeypatch):
     numel = sum(p.numel() for p in layers_of(llama())[0].parameters())
     room = 1.04 * numel * (2 + SHAPE["num_hidden_layers"] * (8 + 2 + 2))  # weights; moments, split masters, gradients
