@@ -41,6 +41,8 @@ class Passes:
         ]
         self._inputs = Inputs(self._schedule) if choice.inputs == "host" else None
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
+        # By layer, where it records tensors with a graph, such as an auxiliary loss; found by recomputing it.
+        self._recorded: dict[int, list[tuple[dict[str, Any], str]]] = {}
         # Layers that may run as CUDA graphs: all that they use comes in through the slots or as an argument.
         held = self._schedule.layers.items()
         allowed = {i for i, own in held if len(own.params) == len([*self.stack[i].parameters()])}
@@ -62,7 +64,11 @@ class Passes:
         self._refuse_to_train(index)
         if layer.training:  # caches stay empty, as under transformers' own checkpointing
             args, kwargs = without_caches(args, kwargs)
-        return _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
+        out = _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
+        for own, name in self._recorded.get(index, ()):
+            if isinstance(own.get(name), Tensor):
+                own[name] = _Recorded.apply(self._anchor, own[name].detach(), f"{name!r} of layer {index}")
+        return out
 
     def _refuse_surroundings(self, index: int, hidden: Tensor) -> None:
         """Raise `T1Error` if the layer has other parameters now, or something transforms the call."""
@@ -158,7 +164,14 @@ class Passes:
         call = partial(self._call, index, x, piece.args, piece.kwargs)
         with torch.enable_grad():
             if recompute:
-                return x, self._recompute.run(self.stack[index], call)
+                out = self._recompute.run(self.stack[index], call)
+                if index not in self._recorded:
+                    every = [(vars(m), n, v) for m in self.stack[index].modules() for n, v in vars(m).items()]
+                    found = [(own, n) for own, n, v in every if isinstance(v, Tensor) and v.grad_fn is not None]
+                    self._recorded[index] = found
+                    if found:
+                        self._graphs.stop()  # a replay would record nothing
+                return x, out
             with kept_graph(self._schedule.layers.get(index)):
                 return x, call()
 
@@ -277,3 +290,16 @@ class _Layer(torch.autograd.Function):
                 hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
             found = ctx.passes.backward(ctx.index, hidden, saved, grad, ctx.needs_input_grad[1])
         return None, found, None, None, None, None
+
+
+class _Recorded(torch.autograd.Function):
+    """A tensor that a layer has recorded in its forward, which keeps no graph: a loss on it would have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        raise T1Error(f"a loss on {ctx.name}, recorded in its forward; allowed: losses on what the model returns")

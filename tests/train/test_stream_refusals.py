@@ -388,6 +388,16 @@ def test_a_loss_of_what_layers_record_is_refused(name):
             streamed(**BATCHES[0])
 
 
+def test_a_loss_of_what_layers_leave_in_attributes_is_refused():
+    """It shows when the layer is recomputed; to look at one is allowed."""
+    model = blocks()
+    block = model.blocks[0]
+    block.result = lambda out: setattr(block, "recorded", out.mean()) or out
+    with streaming(model) as (streamed, own):
+        train(streamed, own, BATCHES, after=lambda _: block.recorded.item())
+        refused(lambda: (first_loss(streamed) + block.recorded).backward(), "'recorded' of layer 0")
+
+
 SPOILT: list[Callable[[dict], object]] = [
     lambda state: state.pop("param_groups"),
     lambda state: state["param_groups"].append({**state["param_groups"][0], "params": [99]}),
