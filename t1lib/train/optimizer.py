@@ -155,6 +155,7 @@ class StreamOptimizer(ResidentOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and state that this class or the plain optimizer saved. Raises `T1Error`, before any change,
         if they do not fit."""
+        require(not self._engine.closed, "a state for an optimizer that was closed; make another one, or stream again")
         state_dict = copy(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict

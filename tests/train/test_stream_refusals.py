@@ -357,6 +357,7 @@ ONGOING: dict[str, tuple] = {
     ),
     "adapters, merged and disabled": during(merged_and_disabled, "unmerge_adapter", partial(adapted, dropout=0.0)),
     "closed": during(lambda m, o: (o.close(), o.step())),
+    "closed, a state": during(lambda m, o: (o.close(), o.load_state_dict(o.state_dict())), "stream again"),
     **{f"norm {n}": during(lambda m, o, n=n: o.clip_grad_norm_(n), repr(n)) for n in (-1.0, "1", True, None, math.nan)},
 }
 
