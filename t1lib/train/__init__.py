@@ -84,6 +84,8 @@ def stream(
     # An engine gives the model and its layers an `_apply` of their own.
     twice = any("_apply" in vars(module) for module in model.modules())
     require(not twice, "the model, or a part of it, is streamed already; call its optimizer's `close()` first")
+    empty = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    require(not empty, "the model is on device 'meta', in whole or in part; allowed: on the CPU, not offloaded to disk")
     whole = micro_batch is None or is_whole(micro_batch, 1)
     require(whole, f"micro_batch={shown(micro_batch)}; allowed: 1 or more, whole numbers, or None")
     check_optimizer(optimizer, model)

@@ -102,6 +102,7 @@ def test_layers_and_optimizers(name):
 def test_models_that_are_refused():
     for model in (nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())):
         untouched(model, lambda model=model: stream(model, adamw(model)))
+    refused(lambda: streamed_with(blocks().to("meta")), "'meta'")
     for model in (None, "qwen3-8b", blocks):
         refused(lambda model=model: stream(model, adamw(blocks())))
     model = llama()
