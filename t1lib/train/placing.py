@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 def refuse_shared(model: nn.Module, stack: Sequence[nn.Module], streamed: list[str]) -> None:
     """Raise `T1Error` if a parameter that streams is used elsewhere, too: streaming would untie the two."""
     inside = {module for layer in stack for module in layer.modules()}
-    uses = Counter(param for layer in stack for param in layer.parameters())
-    uses.update(p for module in model.modules() if module not in inside for p in module.parameters(recurse=False))
+    others = [p for module in model.modules() if module not in inside for p in module.parameters(recurse=False)]
+    # By memory, which two parameters can share: `b.weight.data = a.weight.data`. (Empty ones have none.)
+    uses = Counter(p.data_ptr() for p in (*others, *(p for layer in stack for p in layer.parameters())))
     for index, layer in enumerate(stack):
         for name, param in layer.named_parameters():
             shared = f"{name!r} of layer {index} is used elsewhere, too: stream would untie the two"
-            require(name not in streamed or uses[param] == 1, shared)
+            require(name not in streamed or uses[param.data_ptr()] == 1 or param.numel() == 0, shared)
 
 
 def refuse_recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

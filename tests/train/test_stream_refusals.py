@@ -74,6 +74,7 @@ WRONG: dict[str, Callable[[Blocks], Any]] = {  # what changes the model, or give
     "in 16 bits": lambda model: model.blocks[3].up.bfloat16() and None,
     "all with norms in 16 bits": lambda model: [block.norm.bfloat16() for block in model.blocks] and None,
     "shared": lambda model: setattr(model.blocks[3].up, "weight", model.blocks[1].up.weight),
+    "tied by its memory": lambda model: setattr(model.blocks[3].up.weight, "data", model.blocks[1].up.weight.data),
     "shared with what is in no layer": lambda model: setattr(model.norm, "weight", model.blocks[0].norm.weight),
     "repeated": lambda model: model.blocks.__setitem__(3, model.blocks[0]),
     "a name": lambda model: {"layers": "blocks"},
