@@ -298,7 +298,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, name: str) -> Tensor:
         ctx.name = name
-        return value
+        return value.detach()  # not itself, which nobody could then change in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
