@@ -4,6 +4,7 @@ The forward keeps the layer's input; the backward recomputes the layer from it, 
 `keep` layers keep their activations instead. Where launches bind, layers run as CUDA graphs.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ class Passes:
         ]
         self._inputs = Inputs(self._schedule) if choice.inputs == "host" else None
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
-        # By layer, where it records tensors with a graph, such as an auxiliary loss; found by recomputing it.
+        # By layer, where it records tensors with a graph, such as an auxiliary loss; found once it has one.
         self._recorded: dict[int, list[tuple[dict[str, Any], str]]] = {}
         # Layers that may run as CUDA graphs: all that they use comes in through the slots or as an argument.
         held = self._schedule.layers.items()
@@ -162,18 +163,15 @@ class Passes:
         """Run the layer, or recompute it; returns its input and its output, with the graph between them."""
         x = piece.hidden.detach().requires_grad_(wanted)
         call = partial(self._call, index, x, piece.args, piece.kwargs)
-        with torch.enable_grad():
-            if recompute:
-                out = self._recompute.run(self.stack[index], call)
-                if index not in self._recorded:
-                    every = [(vars(m), n, v) for m in self.stack[index].modules() for n, v in vars(m).items()]
-                    found = [(own, n) for own, n, v in every if isinstance(v, Tensor) and v.grad_fn is not None]
-                    self._recorded[index] = found
-                    if found:
-                        self._graphs.stop()  # a replay would record nothing
-                return x, out
-            with kept_graph(self._schedule.layers.get(index)):
-                return x, call()
+        with torch.enable_grad(), nullcontext() if recompute else kept_graph(self._schedule.layers.get(index)):
+            out = self._recompute.run(self.stack[index], call) if recompute else call()
+        if index not in self._recorded:
+            every = [(vars(m), n, v) for m in self.stack[index].modules() for n, v in vars(m).items()]
+            found = [(own, n) for own, n, v in every if isinstance(v, Tensor) and v.grad_fn is not None]
+            self._recorded[index] = found
+            if found:
+                self._graphs.stop()  # a replay would record nothing
+        return x, out
 
     def _may_replay(self, index: int, piece: Piece) -> bool:
         """Whether the layer may run as a CUDA graph: it is launch-bound, and does the same every time."""

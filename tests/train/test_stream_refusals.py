@@ -391,13 +391,14 @@ def test_a_loss_of_what_layers_record_is_refused(name):
             streamed(**BATCHES[0])
 
 
-def test_a_loss_of_what_layers_leave_in_attributes_is_refused():
-    """It shows when the layer is recomputed; to look at one, or to change it in place, is allowed."""
+@pytest.mark.parametrize("keep", [0, 4])
+def test_a_loss_of_what_layers_leave_in_attributes_is_refused(keep):
+    """It shows when the layer is recomputed, or at once; to look at one, or to change it in place, is allowed."""
     model = blocks()
     block = model.blocks[0]
     block.recorded = torch.zeros(())
     block.result = lambda out: setattr(block, "recorded", block.recorded.add_(out.mean())) or out
-    with streaming(model) as (streamed, own):
+    with streaming(model, choice=Choice(keep=keep)) as (streamed, own):
         train(streamed, own, BATCHES, after=lambda _: block.recorded.item())
         refused(lambda: (first_loss(streamed) + block.recorded).backward(), "'recorded' of layer 0")
 
