@@ -106,7 +106,7 @@ def _attempt(experiment: str, profile: str, parameters: params.Values) -> bool:
                 staging.mkdir(parents=True)
             ran = {"notebook": fingerprint.notebook(experiment)}  # it may be edited while its kernel starts
             _execute(experiment, parameters, staging)
-            made_of = manifest.read(staging).get("made_of", {}) | ran
+            made_of = manifest.read(staging)["made_of"] | ran
             manifest.change(staging, made_of=made_of, files=manifest.files(staging))  # with executed.ipynb
             manifest.publish(staging, final)
         outcome = "done"
