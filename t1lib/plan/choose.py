@@ -35,7 +35,7 @@ AT_A_TIME = 2**27  # tokens, more than any device holds; beyond that, the search
 
 def alternatives(work: Work) -> Iterator[Choice]:
     """All choices, each as a table: every number of resident layers (rows) with every number of layers that keep their
-    activations (columns). More slots help where layers are updated in the backward, or read their weights for it."""
+    activations (columns). More slots help where updates run in the backward, or read the weights."""
     layers = np.arange(work.layers + 1)
     outers = ("device", "host") if work.outer else ("device",)
     shares = SHARES if work.cuda and work.frozen < work.layers else (float(work.frozen < work.layers),)

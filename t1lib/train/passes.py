@@ -103,7 +103,7 @@ class Passes:
         saved = Saved(self.device, Saved.modes_of(modules), version, rows, given, graphs=graphs)
         try:
             self._schedule.bind(index)
-            weights = () if held is None else held.params.values()
+            noted = () if held is None else held.params.values()
             if save:
                 tensors = [value for value in tree_leaves(given) if isinstance(value, Tensor)]
                 needy = f"layer {index} is given an argument that needs a gradient, beside its hidden states"
@@ -111,8 +111,8 @@ class Passes:
                 if held is not None:
                     held.refuse_hooks()
                 if not keep:  # a graph that is kept notices by itself what else is changed
-                    weights = [*tensors, *(param for *_, param in self._expected[index])]
-            saved.note(weights)
+                    noted = [*tensors, *(param for *_, param in self._expected[index])]
+            saved.note(noted)
             for piece in split_rows(whole, rows):
                 with saved.autocast():
                     if keep:
