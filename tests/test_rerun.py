@@ -271,6 +271,14 @@ def test_a_cell_that_may_assign_a_variable_is_run_again_by_itself_as_long_as_it_
     assert "factor is that of another cell now; run `[22] factor" in kernel.run("finish")
 
 
+def test_a_variable_that_a_cell_hands_on_is_still_that_of_the_cell_above(checkout, kernel):
+    kernel.cells |= {"maybe": "if p.steps == 9:\n    factor = 99", "head": kernel.cells.pop("head")}
+    assert kernel.everything() == ""
+    kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")
+    assert "run `[3] factor" in kernel.run("parameters", "finish")
+    assert kernel.run("sizes", "maybe", "head", "finish") == "" and published(checkout)[-1] == ("head", 20.0)
+
+
 def test_all_cells_may_run_again_though_they_use_the_same_names(checkout, kernel):
     """Neither loops, with blocks nor two branches count as if they might not assign."""
     names = "for size in (1, 2):\n    for found in [size]:\n        last = found\n    print(last)\n"

@@ -23,7 +23,7 @@ _WRAPPERS |= dict.fromkeys((MethodType, staticmethod, classmethod), "__func__")
 
 def names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str], set[str]]:
     """Three sets of global variables: those that a cell reads, itself or in functions that it uses, before it certainly
-    assigns them; likewise, but never before it assigns them if it does (`if …: x = 1`, and then x); those that it may
+    assigns them; likewise, but never before it assigns them if it does (`if …: x = 1`); those that it may
     assign. A function's variables count where it is used, not where it is defined: they may be made in between."""
     try:
         code = compile(source, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
@@ -50,6 +50,11 @@ def names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str], s
             elif step.offset in unassigned[name]:
                 assigned_later = stores[name] & _reached(following, step.offset, set())
                 (read if assigned_later else doubtful).add(name)
+    # What it leaves as it is, it hands on. (Not targets of loops: cells that loop over the same would depend.)
+    ends = {step.offset for step in dis.get_instructions(code) if step.opname in _ENDS[:2]}
+    branches = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.If)]
+    within = {node.id for branch in branches for node in ast.walk(branch) if isinstance(node, ast.Name)}
+    doubtful |= {name for name in within & stores.keys() if unassigned[name] & ends}
     return read, doubtful - read, {*stores}
 
 
