@@ -50,10 +50,7 @@ class Cell:
     drawn: set[str] = field(default_factory=set)  # names of the figures, tables and numbers that it has made
     framed: bool = False  # whether it has read the records of all others
 
-    @property
-    def records(self) -> str:
-        """The name of the variable that its records are."""
-        return f"what `{self.title}` recorded"
+    records = property(lambda self: f"what `{self.title}` recorded")  # the name of the variable that its records are
 
 
 class Cells:
