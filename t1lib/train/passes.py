@@ -166,12 +166,16 @@ class Passes:
         with torch.enable_grad(), nullcontext() if recompute else kept_graph(self._schedule.layers.get(index)):
             out = self._recompute.run(self.stack[index], call) if recompute else call()
         if index not in self._recorded:
-            every = [(vars(m), n, v) for m in self.stack[index].modules() for n, v in vars(m).items()]
-            found = [(own, n) for own, n, v in every if isinstance(v, Tensor) and v.grad_fn is not None]
-            self._recorded[index] = found
-            if found:
-                self._graphs.stop()  # a replay would record nothing
+            self._find_recorded(index)
         return x, out
+
+    def _find_recorded(self, index: int) -> None:
+        """Find where the layer, which has just run with a graph, has recorded tensors of it."""
+        every = [(vars(m), n, v) for m in self.stack[index].modules() for n, v in vars(m).items()]
+        found = [(own, n) for own, n, v in every if isinstance(v, Tensor) and v.grad_fn is not None]
+        self._recorded[index] = found
+        if found:
+            self._graphs.stop()  # a replay would record nothing
 
     def _may_replay(self, index: int, piece: Piece) -> bool:
         """Whether the layer may run as a CUDA graph: it is launch-bound, and does the same every time."""
