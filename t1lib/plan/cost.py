@@ -260,7 +260,7 @@ class _Phases:
         ahead = (self.choice.slots - 1) * self.copies / np.maximum(self.moving, 1)
         found = _longer(self.computing[1], self.copies - ahead)
         # An update that reads the weights in their slot holds up the next ones, if there is no third slot.
-        held_up = self.choice.host_share < 1 and not self.work.masters and self.choice.slots == 2
+        held_up = self.choice.host_share < 1 and not self.work.masters and self.choice.slots <= 2
         return found + (self.streamed > 0) * self.weights * self.link * held_up
 
     def end(self) -> Any:
