@@ -67,18 +67,14 @@ def test_the_filter_drops_exactly_the_small_entries():
     assert loss == run("full", p, reduction="sum")[0]
 
 
-def test_full_has_second_derivatives(dtype=torch.float64, device="cpu"):
+def test_full_has_second_derivatives(device="cpu"):
     """257 classes: on CUDA the rows of logits are padded."""
-    p = problem(9, 257, 16, dtype=dtype, device=device)
+    p = problem(9, 257, 16, device=device)
 
-    def second(loss, operands):
-        first = torch.autograd.grad(loss, operands, create_graph=True)
-        return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), operands)]
+    def loss_of(e, w, b):
+        return linear_cross_entropy(e, w, p.target, head="full", linear_bias=b)
 
-    mine, theirs = leaves(p), leaves(p)
-    got = second(linear_cross_entropy(*mine[:2], p.target, head="full", linear_bias=mine[2]), mine)
-    want = second(F.cross_entropy(F.linear(*theirs), p.target), theirs)
-    assert_close(got, want, 3e-6 if dtype == torch.float32 else 1e-12)
+    assert torch.autograd.gradgradcheck(loss_of, leaves(p), fast_mode=True)
 
 
 @pytest.mark.parametrize("head, own", VARIANTS)
