@@ -60,7 +60,7 @@ def test_work_is_dealt_to_any_number_of_programs_in_groups_of_blocks(units, grou
     agrees(p, own={"chunks": 1}, **options("weighted smoothing", p))
 
 
-QUICK = ["one token", "a logit far above", "softcap 1e-30", "softcap 1000000.0"]
+QUICK = ["one token", "a logit far above", "nan in ignored tokens", "softcap 1e-30", "softcap 1000000.0"]
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slowly([name for name in ODD if name not in QUICK])])
@@ -72,7 +72,6 @@ def test_what_holds_for_every_head():
     every_head.test_certain_targets("fused", {}, atol=3e-7)
     every_head.test_the_forwards_autocast_counts_in_the_backward_too({}, "fused")
     every_head.test_all_tokens_ignored_or_none_at_all("fused", {}, "mean", torch.float32, vocabulary=40)
-    every_head.test_what_an_ignored_token_holds_reaches_no_result("fused", {}, "weighted smoothing", shape=(9, 30, 16))
     contract.test_statistics("fused", {}, "plain", torch.float32)
     for reduction in ("mean", "none"):
         contract.test_second_backwards_are_right_or_refused_as_are_derivatives("fused", {}, reduction, torch.float32)

@@ -1,5 +1,6 @@
 """Problems for the tests of heads: operands, sets of options, and one way to run a head on them."""
 
+import math
 import random
 import re
 from collections.abc import Callable
@@ -86,6 +87,11 @@ def odd_problem(change=None, given=None, n=9, v=40, d=16, tolerance=3e-6, **kwar
     return p, {**kwargs, **(given(p) if given else {})}, tolerance
 
 
+def spoil(p: Problem, value: float) -> None:
+    """Let ignored tokens hold this; no result may."""
+    p.e[p.target < 0] = value
+
+
 odd = partial(partial, odd_problem)  # a call of it, for later
 ODD = {
     "one token": odd(n=1, v=7, d=3),
@@ -102,6 +108,8 @@ ODD = {
     "all logits large": odd(lambda p: p.b.add_(1e3), tolerance=3e-4),
     "all logits small": odd(lambda p: p.b.sub_(1e3), tolerance=3e-4, label_smoothing=0.2),
     **{f"logits of -inf, {which}": odd(partial(mask, rows=rows), n=5, v=257) for which, rows in MASKED.items()},
+    "nan in ignored tokens": odd(partial(spoil, value=math.nan), partial(options, "weighted smoothing")),
+    "inf in ignored tokens": odd(partial(spoil, value=math.inf), partial(options, "all")),
     # the kernels read both with stride 1
     "strided targets": odd(lambda p: setattr(p, "target", torch.stack([p.target, 0 * p.target], 1)[:, 0])),
     "a strided weight": odd(None, lambda p: {"weight": torch.rand(40, 2)[:, 0] + 0.2}, label_smoothing=0.3),

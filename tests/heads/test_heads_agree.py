@@ -169,20 +169,6 @@ def test_all_tokens_ignored_or_none_at_all(head, own, reduction, dtype=torch.flo
         assert loss == 0 and de.shape == (0, 16) and (dw == 0).all() and (db == 0).all()
 
 
-@pytest.mark.parametrize("name", ["plain", "weight", "all"])
-@by_head
-def test_what_an_ignored_token_holds_reaches_no_result(head, own, name, shape=(37, 257, 16)):
-    p = problem(*shape, dtype=torch.float32)
-    for reduction, bad in zip(REDUCTIONS, (math.nan, math.inf, math.nan), strict=True):
-        kwargs = {"reduction": reduction, **options(name, p), **own}
-        want = run(head, p, **kwargs)
-        ignored = p.to(torch.float32)
-        ignored.e = torch.where((p.target == -100)[:, None], bad, p.e)
-        got = run(head, ignored, **kwargs)
-        assert (got[1][p.target == -100] == 0).all()
-        assert_close(got, want, 3e-6)
-
-
 @by_head
 def test_certain_targets(head, own, atol=2e-7):
     """p(target) → 1: the loss goes to 0 and stays there, and the gradient keeps the size of 1 − p."""
