@@ -260,24 +260,25 @@ def test_an_adapter_on_the_output_layer_is_refused():
     assert late(input_ids=batch()["input_ids"]).logits is not None
 
 
-def odd(change, own_loss=None) -> nn.Module:
-    """A model that does `change` to its logits (None: it does without its output layer); that layer has a bias."""
+def odd(change, own_loss=None, finish=lambda outputs: outputs) -> nn.Module:
+    """A model that does `change` to its logits (None: it does without its output layer) and `finish` to its outputs;
+    that layer has a bias."""
 
     class Odd(transformers.LlamaForCausalLM):
         def forward(self, input_ids, labels=None, **kwargs):
             hidden = self.model(input_ids)[0]
             logits = change(self.lm_head(hidden)) if change else hidden @ self.lm_head.weight.T
             loss = (own_loss or self.loss_function)(logits, labels, VOCAB, **kwargs)
-            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+            return finish(transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits))
 
     model = build("Llama", output_bias=True)
     model.__class__ = Odd
     return model
 
 
-def called(change) -> None:
+def called(change, family="Llama") -> None:
     """Call a patched model of which `change` has changed the output layer."""
-    change(model := patch_head(build("Llama")))
+    change(model := patch_head(build(family)))
     model(**batch())
 
 
@@ -287,17 +288,36 @@ def with_a_hook_on_every_module(kind: str) -> None:
         model(**batch())
 
 
-def with_a_hook_around() -> nn.Module:
-    model = build("Bert")
-    model.cls.register_full_backward_hook(lambda module, inner, outer: None)
-    return model
-
-
 class Own(nn.Linear):
     def forward(self, hidden):
         return 2 * super().forward(hidden)
 
 
+def scaled(logits):
+    """In place, under another name."""
+    other = logits
+    other *= 2.0
+    other /= 0.5
+    return logits
+
+
+def with_a_loss_of(shift) -> nn.Module:
+    """A model whose loss is written out in it, as in the code that many models bring along."""
+    return odd(lambda z: z.float(), lambda z, labels, *_: nn.CrossEntropyLoss()(shift(z), labels[..., 1:].reshape(-1)))
+
+
+SHIFTS = {
+    "view": lambda z: z[..., :-1, :].contiguous().view(-1, VOCAB),
+    "reshape": lambda z: z[:, :-1].reshape(-1, VOCAB),
+    "from the end": lambda z: z[:, -z.size(1) : -1, :].reshape(-1, z.size(-1)),
+    "by a mask": lambda z: z[torch.arange(z.size()[1]).expand(z.shape[:2]) < z.shape[1] - 1],
+}
+FOLLOWED = {
+    "itself scaled in place": partial(odd, lambda z: (z / 3.0, scaled(z))[1]),
+    "new ones scaled in place": partial(odd, lambda z: scaled(z / 3.0)),
+    "old ones scaled in place": partial(odd, lambda z: (z / 3.0, scaled(z))[0]),
+    **{name: partial(with_a_loss_of, shift) for name, shift in SHIFTS.items()},
+}
 T5 = transformers.T5Config(d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2, vocab_size=VOCAB)
 OUTPUT_LAYERS = {
     ".Own that": lambda lm: setattr(lm, "lm_head", Own(16, VOCAB, bias=False)),
@@ -320,6 +340,7 @@ LOGITS = {
     "indexing": lambda z: z[..., 3:],
     "comparison": lambda z: z * (z == 0),
     "assignment": lambda z: z[: len(z)],
+    "in place": lambda z: (z, scaled(z.contiguous()))[0],
     "Odd asks for no cross-entropy of what its output layer": None,
 }
 REFUSED = {
@@ -328,7 +349,9 @@ REFUSED = {
     "output layer": lambda: patch_head(build("Qwen3").model),
     "ForMaskedLMLoss": lambda: patch_head(transformers.BertForMaskedLM(build("Bert").config)),
     "encoder": lambda: patch_head(transformers.T5ForConditionalGeneration(T5)),
-    "BertLMHeadModel's output layer has a hook": lambda: patch_head(with_a_hook_around()),
+    "BertLMHeadModel's output layer has a hook": partial(
+        called, lambda lm: lm.cls.register_full_backward_hook(print), "Bert"
+    ),
     "98 rows on meta": lambda: patch_head(build("Llama")).to("meta")(**{k: v.to("meta") for k, v in batch().items()}),
     "not patched": lambda: unpatch_head(build("Qwen3")),
     "unknown head 'fast'": lambda: patch_head(build("Llama"), head="fast"),
@@ -346,23 +369,10 @@ def test_what_is_refused_is_named(message):
     refused(REFUSED[message], message)
 
 
-@pytest.mark.parametrize("changed", ["itself", "new", "old", "view"])
-def test_logits_scaled_in_place(changed):
-    """Under every name, or not at all."""
-
-    def change(logits):
-        new = logits.contiguous() if changed == "view" else logits / 3.0
-        other = new if changed in ("new", "view") else logits
-        other *= 2.0
-        other /= 0.5
-        return new if changed in ("new", "old") else logits
-
-    own = odd(change)
-    ours = patch_head(copy.deepcopy(own))
-    if changed == "view":
-        refused(lambda: ours(**batch()), "in place")
-    else:
-        compare(own, ours, **batch())
+@pytest.mark.parametrize("what", FOLLOWED)
+def test_what_is_done_to_logits_is_followed(what):
+    own = FOLLOWED[what]()
+    compare(own, patch_head(copy.deepcopy(own)), **batch())
 
 
 def test_an_output_layer_that_a_part_of_the_model_holds_too():
@@ -399,43 +409,14 @@ def test_the_output_layer_is_called_under_what_was_in_force_there():
     refused(lambda: ours(**batch(), within=torch.enable_grad(), late=True), "Odd", "hidden states")
 
 
-def test_outputs_keep_what_is_no_field():
-    class Noted(transformers.LlamaForCausalLM):
-        def forward(self, *args, **kwargs):
-            outputs = super().forward(*args, **kwargs)
-            outputs.metric = outputs["further"] = 3.0
-            outputs["part"] = type(outputs)(logits=outputs.logits)
-            return outputs
+def test_outputs_keep_what_is_no_field_and_an_ordered_dict_its_keys():
+    def noted(outputs):
+        outputs.metric = outputs["further"] = 3.0
+        outputs["part"] = type(outputs)(logits=outputs.logits)
+        return outputs
 
-    model = build("Llama")
-    model.__class__ = Noted
-    got = patch_head(model)(**batch())
+    got = patch_head(odd(lambda z: z, finish=noted))(**batch())
     assert got.metric == got["further"] == 3.0 and got.logits is None and "logits" not in got
     assert got["part"].logits is None and "logits" not in got["part"]
     assert got.to_tuple()[0] is got.loss
-
-
-def test_an_ordered_dict_keeps_its_keys():
-    class Listed(transformers.LlamaForCausalLM):
-        def forward(self, *args, **kwargs):
-            return OrderedDict(super().forward(*args, **kwargs))
-
-    model = build("Llama")
-    model.__class__ = Listed
-    assert patch_head(model)(**batch())["logits"] is None
-
-
-@pytest.mark.parametrize(
-    "shift",
-    [
-        lambda z: z[..., :-1, :].contiguous().view(-1, VOCAB),
-        lambda z: z[:, :-1].reshape(-1, VOCAB),
-        lambda z: z[:, -z.size(1) : -1, :].reshape(-1, z.size(-1)),
-        lambda z: z[torch.arange(z.size()[1]).expand(z.shape[:2]) < z.shape[1] - 1],
-    ],
-    ids=["view", "reshape", "from the end", "by a mask"],
-)
-def test_a_loss_written_out_in_the_model(shift):
-    """As in the code that many models bring along."""
-    own = odd(lambda z: z.float(), lambda z, labels, *_: nn.CrossEntropyLoss()(shift(z), labels[..., 1:].reshape(-1)))
-    compare(own, patch_head(copy.deepcopy(own)), **batch())
+    assert patch_head(odd(lambda z: z, finish=OrderedDict))(**batch())["logits"] is None
