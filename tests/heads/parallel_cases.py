@@ -5,6 +5,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,55 +30,45 @@ CHUNKED = {"head": "chunked", "chunks": 3}
 SIZE = 3
 ROWS = (90, 7, 160)  # of the weight on each rank: 257 classes in total
 FEW = (24, 4, 20)  # for the interpreter; rows of these numbers of logits need no padding
+Found = dict[str, Tensor]
 STATS = ("lse", "logprob", "correct")
-GRADS = {"input": (True, False, False), "weight": (False, True, False), "bias": (False, False, True)}
 
 
 def values() -> Cases:
-    """Both heads: options, reductions, special operands and targets; tokens replicated or sharded."""
+    """Both heads: options, reductions, odd operands and targets; tokens replicated or sharded."""
     p, found = problem(36, 257, 16), {}
     for reduction in REDUCTIONS:
         for name in OPTION_SETS:
             found[f"{name}, {reduction}"] = {**options(name, p), "reduction": reduction}
         found[f"tokens dealt, {reduction}"] = {**found[f"all, {reduction}"], "sequence_parallel": True}
-    found |= special(p, ROWS)
-    found["float32"] = {"p": p.to(torch.float32), "tolerance": 3e-6, **options("all", p)}
+    found["no gradients"] = {"grad": (False,) * 3}
+    found["no bias"] = {"p": replace(p, b=None)}
+    found["no tokens"] = {"p": Problem(p.e[:0], p.w, p.b, p.target[:0]), "reduction": "sum"}
+    found["all tokens ignored"] = {"p": replace(p, target=torch.full_like(p.target, -100)), "reduction": "sum"}
     found["workspace"] = {"workspace": "1MiB", "chunks": None}
+    found |= {name: odd_case(name) for name in head_cases.ODD if name != "a filter"}
     common = {"p": p, "rows": ROWS, "tolerance": 1e-11, **CHUNKED}
     cases = {f"chunked, {name}": partial(agrees, **{**common, **kwargs}) for name, kwargs in found.items()}
 
     p, few = (problem(n, sum(FEW), 16, dtype=torch.float32) for n in (24, 9))  # 24 tokens make two chunks
-    odd = special(few, FEW)
-    odd["a logit far above the others"]["tolerance"] = 1e-4
-    found = {name: odd[name] for name in ("a logit far above the others", "a rank all masked", "no gradients")} | {
+    found = {name: odd_case(name) for name in ("a logit far above", "logits of -inf, the first chunk")} | {
+        "no gradients": dict(grad=(False,) * 3),
         "tokens dealt": dict(p=p, chunks=2, sequence_parallel=True, **options("weighted smoothing", p)),
         "odd sizes": dict(p=problem(9, sum(FEW), 3, dtype=torch.float32)),  # rows of no whole 16 bytes
         "softcap": dict(options("softcap", few)),  # gradients made in the forward
         "tokens dealt, none": dict(reduction="none", sequence_parallel=True, **options("all", few)),
-        "sum, no bias": dict(reduction="sum", bias=False),
+        "sum, no bias": dict(p=replace(few, b=None), reduction="sum"),
         "filter, weight alone": dict(filter_eps=1e-3, grad=(False, True, False)),
     }
     common = {"p": few, "rows": FEW, "tolerance": 3e-6, "head": "fused"}
     return cases | {f"fused, {name}": partial(agrees, **{**common, **kwargs}) for name, kwargs in found.items()}
 
 
-def special(p: Problem, rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-    """Operands and targets that few have, by name; the last rank's classes are masked in one."""
-    found: dict[str, dict[str, Any]] = {f"gradient of {name} alone": {"grad": grad} for name, grad in GRADS.items()}
-    found |= {"no gradients": {"grad": (False,) * 3}, "no bias": {"bias": False}}
-    found["no tokens"] = {"p": Problem(p.e[:0], p.w, p.b, p.target[:0]), "reduction": "sum"}
-    for name, target in {
-        "all targets on the first rank": p.target % rows[0],
-        "all targets on the last rank": sum(rows) - 1 - p.target % rows[-1],
-        "one token counts": p.target.index_fill(0, torch.arange(1, len(p.e)), -100),
-        "all tokens ignored": torch.full_like(p.target, -100),
-    }.items():
-        changed = Problem(p.e, p.w, p.b, target.masked_fill(p.target < 0, -100))
-        found[name] = {"p": changed, "reduction": "sum"}
-    far, masked = (Problem(p.e, p.w, p.b.clone(), p.target) for _ in range(2))
-    far.b[3] += 1000.0  # a class that only the first rank holds
-    head_cases.mask(masked, slice(-rows[-1], None))
-    return found | {"a logit far above the others": {"p": far}, "a rank all masked": {"p": masked}}
+def odd_case(name: str) -> dict[str, Any]:
+    """The arguments of `agrees` for odd operands; the first rank holds a third of the weight, the second three rows."""
+    p, given, tolerance = head_cases.ODD[name]()
+    first = len(p.w) // 3
+    return {"p": p, "rows": (first, 3, len(p.w) - first - 3), "tolerance": tolerance, **given}
 
 
 def agrees(p: Problem, rows: tuple[int, ...], tolerance: float, **kwargs: Any) -> None:
@@ -104,9 +95,7 @@ def own_rows(rows: tuple[int, ...]) -> slice:
     return slice(sum(rows[:rank]), sum(rows[: rank + 1]))
 
 
-def expected(
-    p: Problem, rows: tuple[int, ...], dtype=torch.float64, sequence_parallel: bool = False, **kwargs: Any
-) -> dict[str, Tensor]:
+def expected(p: Problem, rows: tuple[int, ...], dtype=torch.float64, sequence_parallel=False, **kwargs: Any) -> Found:
     """What this process should compute: the result of head `full` in `dtype` with the whole weight."""
     rest = {k: v for k, v in kwargs.items() if k not in ("head", "chunks", "workspace")}
     want, part = results(partial(in_one, head="full"), p.to(dtype), p.target, **rest), own_rows(rows)
@@ -119,7 +108,7 @@ def expected(
     return want
 
 
-def on_shards(p: Problem, rows: tuple[int, ...], sequence_parallel: bool = False, **kwargs: Any) -> dict[str, Tensor]:
+def on_shards(p: Problem, rows: tuple[int, ...], sequence_parallel: bool = False, **kwargs: Any) -> Found:
     """What this process computes from its rows of the weight."""
     part, rank, size = own_rows(rows), dist.get_rank(), len(rows)
     share = Problem(p.e, p.w[part], None if p.b is None else p.b[part], p.target)
@@ -131,17 +120,13 @@ def on_shards(p: Problem, rows: tuple[int, ...], sequence_parallel: bool = False
     return results(call, share, p.target, **kwargs)
 
 
-def results(
-    call: Callable[..., Any], p: Problem, every_target: Tensor, *, bias: bool = True,
-    grad: tuple[bool, ...] = (True, True, True), **kwargs: Any,
-) -> dict[str, Tensor]:  # fmt: skip
+def results(call: Callable[..., Any], p: Problem, every_target: Tensor, grad=(True,) * 3, **kwargs: Any) -> Found:
     """What `call` returns and its gradients, by name; the upstream gradient is the same however tokens are sharded."""
-    e, w = (t.detach().clone().requires_grad_(g) for t, g in zip((p.e, p.w), grad, strict=False))
-    b = p.b.detach().clone().requires_grad_(grad[2]) if bias else None
-    loss, stats = call(e, w, p.target, linear_bias=b, return_stats=True, **kwargs)
-    found = {"loss": loss.detach(), **{n: s.double() for n, s in zip(STATS, stats, strict=True)}}
-    operands = {"input": e, "linear_weight": w, "linear_bias": b}
-    wanted = {n: t for n, t in operands.items() if t is not None and t.requires_grad}
+    given = zip(("input", "linear_weight", "linear_bias"), (p.e, p.w, p.b), grad, strict=True)
+    operands = {name: t.detach().clone().requires_grad_(g) for name, t, g in given if t is not None}
+    loss, stats = call(**operands, target=p.target, return_stats=True, **kwargs)
+    found = {"loss": loss.detach(), **dict(zip(STATS, stats, strict=True))}
+    wanted = {name: t for name, t in operands.items() if t.requires_grad}
     if wanted:
         every = upstream_for(loss.detach().new_empty(every_target.shape if loss.dim() else ()))
         upstream = every if every.shape == loss.shape else every.chunk(dist.get_world_size())[dist.get_rank()]
@@ -194,10 +179,9 @@ def counted() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         p, most = problem(36, 257, 16, dtype=dtype, bias=False), max(ROWS)
         one = Problem(p.e, p.w[:most], None, p.target % most)
-        kwargs = {"bias": False, "head": "chunked"}
-        alone = least_of(partial(results, in_one, one, one.target, **kwargs))
+        alone = least_of(partial(results, in_one, one, one.target, head="chunked"))
         for dealt in (False, True):
-            least = least_of(partial(on_shards, p, ROWS, sequence_parallel=dealt, **kwargs))
+            least = least_of(partial(on_shards, p, ROWS, sequence_parallel=dealt, head="chunked"))
             assert 0 < least - alone <= 2 * 36 * 16 * 4
 
 
@@ -226,7 +210,7 @@ def within_bounds() -> None:
         assert (guarded[0] == 7).all() and (guarded[-1] == 7).all()
 
     with patch.object(fused_launch.Pass, "add_targets", between_guards):
-        agrees(problem(9, sum(FEW), 16, dtype=torch.float32), FEW, 3e-6, head="fused", bias=False)
+        agrees(problem(9, sum(FEW), 16, dtype=torch.float32, bias=False), FEW, 3e-6, head="fused")
 
 
 def compiled() -> None:
