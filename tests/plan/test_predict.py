@@ -42,15 +42,14 @@ def cache(tmp_path, monkeypatch):
 def test_heads_workspaces_are_those_that_were_measured():
     """Notebook cce, shape Q, MiB beyond the gradients: full 13619, chunked 1203, fused with a workspace of 512: 442.
     PyTorch's own head, 8192 tokens, 256000 × 2304: 1163 MiB; 244 ms, of which three products take 42."""
-    asked = work_of(shape_only("qwen3-1.7b", torch.bfloat16), OptimizerSpec("adamw").state_dtypes, rows=8, seq=1024)
+    asked = work_for(replace(SETTING, rows=8, workspace=2**29))
     # dE, which `full` does not hold yet at its peak; `with_head` deducts only dW.
     gradients = 8192 * 2048 * 2
     held = {head: with_head(asked, head).workspace / 2**20 for head in ("full", "chunked", "fused")}
     assert held["full"] - gradients / 2**20 == pytest.approx(13619, rel=0.01)
     assert held["chunked"] == pytest.approx(1203, rel=0.02)
     assert held["fused"] == pytest.approx(442, rel=0.02)
-    asked = work_of(shape_only("gemma-2-2b", torch.bfloat16), OptimizerSpec("sgd").state_dtypes, rows=1, seq=8192)
-    found = with_head(asked, "torch")
+    found = with_head(work_for(Setting("gemma-2-2b", rows=1, seq=8192)), "torch")
     assert found.workspace / 2**20 == pytest.approx(1163, rel=0.01)
     assert found.head_moves * 8192 * 256000 / H200.memory * 1e3 == pytest.approx(244 - 42, rel=0.02)
 
@@ -73,23 +72,20 @@ def test_the_options_of_a_head_decide_its_workspace(own):
 
 
 def test_the_options_of_head_fused_decide_its_workspace():
-    asked = work_of(shape_only("qwen3-1.7b", torch.bfloat16), OptimizerSpec("adamw").state_dtypes, rows=16, seq=1024)
+    """More chunks; a backward that recomputes the logits; products in FP8, which have a plan of their own."""
+    asked, budget = work_for(SETTING), 2**30
     held = {n: with_head(asked, "fused", chunks=n).workspace for n in (1, 2, 4)}
     logits = 16384 * asked.vocabulary * 2
     assert all(logits / n < held[n] < 1.1 * logits / n for n in held)
-    late = with_head(asked, "fused", 2**30, filter_eps=1e-4).workspace  # its backward recomputes the logits
+    plain, late, tail = (
+        with_head(asked, "fused", budget, **own).workspace for own in ({}, {"filter_eps": 1e-4}, {"tail": "fp8"})
+    )
     shape = Shape(16384, asked.vocabulary, asked.hidden, torch.bfloat16, de=True, dw=True)
-    found = fused_plan.plan("late", shape, 2**30, Device("hopper", 132))
-    assert late == fused_plan.bytes_needed(shape, found, False) != with_head(asked, "fused", 2**30).workspace
+    found = fused_plan.plan("late", shape, budget, Device("hopper", 132))
+    assert late == fused_plan.bytes_needed(shape, found, False) != plain
     on_a_cpu = replace(asked, cuda=False)
     assert with_head(on_a_cpu, "fused", filter_eps=1e-4).workspace == with_head(asked, "full").workspace
-
-
-def test_products_in_fp8_have_a_plan_of_their_own():
     fused_tail = pytest.importorskip("t1lib.heads.fused_tail")
-    asked = work_of(shape_only("qwen3-1.7b", torch.bfloat16), OptimizerSpec("adamw").state_dtypes, rows=16, seq=1024)
-    shape, budget = Shape(16384, asked.vocabulary, asked.hidden, torch.bfloat16, de=True, dw=True), 2**30
-    plain, tail = (with_head(asked, "fused", budget, tail=tail).workspace for tail in (None, "fp8"))
     assert plain < tail == fused_tail.bytes_needed(shape, fused_tail.plan(shape, budget, 132)) <= budget
 
 
