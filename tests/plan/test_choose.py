@@ -27,7 +27,6 @@ TOGETHER = dataclasses.replace(WORK, together=True)
 FEW = dataclasses.replace(WORK, tokens=256, micro_tokens=256, graphed=True)
 SPLIT = dataclasses.replace(WORK, masters=False, state=10)
 LORA = dataclasses.replace(WORK, frozen=28, outer=0, aside=2**27)
-ADAMW = OptimizerSpec("adamw", lr=1e-2)
 DTYPES = OptimizerSpec("adamw").state_dtypes
 
 
