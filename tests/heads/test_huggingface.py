@@ -209,53 +209,51 @@ def test_trainer(tmp_path, family, rel, settings):
     assert patch_head(ours)(**batch()).logits is None
 
 
+def with_adapters(model: nn.Module, **changes) -> nn.Module:
+    """In PEFT, whenever it is called with the same adapters."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    settings = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **changes}
+    return peft.get_peft_model(model, peft.LoraConfig(**settings))
+
+
 @pytest.mark.parametrize("order", ["before", "after", "within"])
 def test_lora(order):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    found = []
-    for patched in (False, True):
-        lm = patch_head(build("Llama"), head="chunked") if patched and order == "before" else build("Llama")
-        torch.manual_seed(1)
-        found.append(peft.get_peft_model(lm, config))
+    own, lm = with_adapters(build("Llama")), build("Llama")
+    if order == "before":
+        patch_head(lm, **CHUNKED)
+    ours = with_adapters(lm)
     if order != "before":
-        patch_head(found[1] if order == "after" else lm, head="chunked")
-    compare(*found, **batch())
-    assert unpatch_head(found[1])(**batch()).logits is not None
+        patch_head(ours if order == "after" else lm, **CHUNKED)
+    compare(own, ours, **batch())
+    assert unpatch_head(ours)(**batch()).logits is not None
 
 
 @pytest.mark.parametrize(
     "family, config, place",
     [
-        ("Llama", {"modules_to_save": ["lm_head"], "init_lora_weights": False}, "get_output_embeddings"),
+        ("Llama", {"modules_to_save": ["lm_head"]}, "get_output_embeddings"),
         ("Mistral", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, "get_input_embeddings"),
     ],
 )
 def test_an_output_layer_that_peft_copies_is_followed(family, config, place):
     """Its own, or that of tied embeddings; with adapters off, the original."""
-    peft = pytest.importorskip("peft")
-    found = []
-    for model in pair(family, CHUNKED):
-        torch.manual_seed(1)
-        found.append(peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], **config)))
-        with torch.no_grad():
-            getattr(found[-1], place)().modules_to_save["default"].weight.mul_(1.5)
-    own, ours = found
+    own, ours = (with_adapters(model, **config) for model in pair(family, CHUNKED))
+    with torch.no_grad():
+        for model in (own, ours):
+            getattr(model, place)().modules_to_save["default"].weight.mul_(1.5)
     compare(own, ours, **batch())
     with own.disable_adapter(), ours.disable_adapter():
         torch.testing.assert_close(ours(**batch()).loss, own(**batch()).loss, rtol=1e-6, atol=0.0)
 
 
 def test_an_adapter_on_the_output_layer_is_refused():
-    peft = pytest.importorskip("peft")
-    adapter = peft.LoraConfig(target_modules=["lm_head"])
-    refused(lambda: patch_head(peft.get_peft_model(build("Llama"), adapter)), "lora", "Linear")
-    copied = peft.get_peft_model(
-        build("Llama"), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
-    )
+    adapted = partial(with_adapters, target_modules=["lm_head"])
+    refused(lambda: patch_head(adapted(build("Llama"))), "lora", "Linear")
+    copied = with_adapters(build("Llama"), modules_to_save=["lm_head"])
     copied.get_output_embeddings().register_forward_hook(lambda module, inputs, output: 2 * output)
     refused(lambda: patch_head(copied), "a hook")
-    late = peft.get_peft_model(patch_head(build("Llama")), adapter)
+    late = adapted(patch_head(build("Llama")))
     refused(lambda: late(**batch()), "lora", "Linear")
     assert late(input_ids=batch()["input_ids"]).logits is not None
 
