@@ -182,18 +182,12 @@ def test_threads():
         assert all(pool.map(lambda number: torch.equal(calls[number % 4](), expected[number % 4]), range(80)))
 
 
-@pytest.mark.parametrize(
-    "family, rel, settings",
-    [
-        ("Qwen3", 1e-5, {"max_steps": 8}),
-        ("Gemma2", 1e-3, {"max_steps": 3, "gradient_accumulation_steps": 3, "bf16": True}),
-    ],
-)
-def test_trainer(tmp_path, family, rel, settings):
-    own, ours = pair(family, CHUNKED)
+def test_trainer(tmp_path):
+    own, ours = pair("Gemma2", CHUNKED)
     rows = [{"input_ids": ids, "labels": labels} for ids, labels in zip(*batch(64, seed=7).values(), strict=True)]
     given = {"save_strategy": "no", "disable_tqdm": True, "report_to": [], "use_cpu": True, "logging_steps": 1}
-    given |= {"learning_rate": 1e-3, "per_device_train_batch_size": 2, **settings}
+    given |= {"learning_rate": 1e-3, "per_device_train_batch_size": 2, "max_steps": 3}
+    given |= {"gradient_accumulation_steps": 3, "bf16": True}
     found = []
     for model in (own, ours):
         arguments = transformers.TrainingArguments(str(tmp_path), **given)
@@ -201,8 +195,8 @@ def test_trainer(tmp_path, family, rel, settings):
         run.train()
         losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
         found.append([*losses, run.evaluate()["eval_loss"]])
-    assert len(found[0]) == settings["max_steps"] + 1
-    assert found[1] == pytest.approx(found[0], rel=rel)
+    assert len(found[0]) == 4
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
     # accelerate has wrapped the patched forward
     refused(lambda: patch_head(ours), "already patched")
     assert unpatch_head(ours)(**batch()).logits is not None
