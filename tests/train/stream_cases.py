@@ -15,8 +15,17 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
+from t1lib.plan.cost import Choice
 from t1lib.train import stream
 
+PLACES: dict[str, dict[str, Any]] = {
+    "streamed": {},
+    "kept": {"choice": Choice(keep=4)},
+    "on the host": {"choice": Choice(inputs="host", outer="host", host_share=0.5)},
+    "resident": {"choice": Choice(resident=2, keep=2, slots=1)},
+    "waiting": {"choice": Choice(host_share=0.5, grads="device")},
+    "all resident": {"choice": Choice(resident=4, keep=4, outer="host")},
+}
 OPTIONS = {"choice", "gpu_memory", "master_weights", "micro_batch", "overlap", "update_in_backward"}
 OPTIONS |= {"reference", "rel", "usual"}
 

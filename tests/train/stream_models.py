@@ -133,6 +133,14 @@ def add_unused(model: nn.Module) -> None:
         block.qkv.unused = nn.Linear(8, 8, dtype=block.up.weight.dtype)
 
 
+def write_masks(model: nn.Module) -> None:
+    """Make each layer change its mask, for itself and those after it: all tokens but the last see the last, or none."""
+    held: list[Tensor] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, given: held.append(given[1][..., -1]))
+        block.norm.register_forward_pre_hook(lambda *_: held.append(held[-1].logical_not_()))
+
+
 partly_used = partial(changed, blocks, add_unused)
 MODELS: dict[str, Callable[..., nn.Module]] = {"qwen3": qwen3, "llama": llama, "gemma3": gemma3, "blocks": blocks}
 

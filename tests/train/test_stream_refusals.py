@@ -12,7 +12,7 @@ from copies import wait_for
 from refusals import refused
 from stream_cases import assert_same_weights, going_on, streamed_with, streaming, threads, weights
 from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
-from stream_models import SHAPE, Blocks, adapted, blocks, data, frozen, last_hidden, layers_of, llama, made, qwen3
+from stream_models import SHAPE, adapted, blocks, data, frozen, last_hidden, layers_of, llama, made, qwen3, write_masks
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import create_block_mask
@@ -68,7 +68,7 @@ def test_arguments(options, shown):
 
 
 COUPLED = {"decoupled_weight_decay": False}
-WRONG: dict[str, Callable[[Blocks], Any]] = {  # what changes the model, or gives arguments of `stream`
+WRONG: dict[str, Callable[[nn.Module], Any]] = {  # what changes the model, or gives arguments of `stream`
     "wider": lambda model: setattr(model.blocks[2], "up", nn.Linear(32, 80)),
     "biased": lambda model: setattr(model.blocks[2], "down", nn.Linear(64, 32, bias=True)),
     "in 16 bits": lambda model: model.blocks[3].up.bfloat16() and None,
@@ -272,6 +272,11 @@ def written_input(model: nn.Module, optimizer: Any) -> None:
     first_loss(model)
 
 
+def written_argument(model: nn.Module, optimizer: Any) -> None:
+    write_masks(model)
+    first_loss(model)
+
+
 @torch.no_grad()
 def written_weight(model: nn.Module, optimizer: Any) -> None:
     """In an evaluation, whose writes would be lost."""
@@ -318,6 +323,7 @@ ONGOING: dict[str, tuple] = {
     "trained within what is frozen": during(trained_in_frozen, "layer 0 is frozen", frozen_layer),
     "a trained prefix": during(trained_prefix, "past_key_values"),
     "a layer that writes to its input": during(written_input, "layer 0 writes to its input"),
+    "a layer that writes to an argument": during(written_argument, "layer 0 writes to an argument", build=blocks),
     "a layer that writes to its weights": during(written_weight, "to its weights"),
     # layers send off their gradients as they go, so nothing less than a whole backward is right
     "gradients of some": during(lambda m, o: torch.autograd.grad(first_loss(m), m.lm_head.weight), "backward()"),
@@ -328,6 +334,7 @@ ONGOING: dict[str, tuple] = {
     "parametrizations that are cached": during(partial(within, parametrize.cached), "parametrize.cached()"),
     "a backward in another mode": during(lambda m, o: (loss := first_loss(m), m.eval(), loss.backward()), "mode"),
     "a backward after a step": during(late_backward, "has been updated since"),
+    "a backward after a step, of adapters": during(late_backward, "changed in place", adapted),
     "a backward after a step, at once": at_once(late_backward, "has been updated since"),
     "the same, without state": at_once(late_backward, "has been updated since", make=partial(sgd, momentum=0.0)),
     "the same, by the CPU": at_once(late_backward, "has been updated since", choice=Choice(host_share=1.0)),

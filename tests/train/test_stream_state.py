@@ -182,31 +182,53 @@ def test_aborted_steps(options, error):
             model_loss(streamed, BATCHES[3])  # of which an error in her own loss leaves no backward
 
 
-@pytest.mark.parametrize("resident", [0, 2])
-@pytest.mark.parametrize("layer, call", [(3, 0), (2, 2), (1, 2), (0, 2), (0, 0)])
-def test_an_aborted_backward_that_had_updated_layers_is_undone_by_a_checkpoint(layer, call, resident):
+BLOCKS = [f"blocks.{layer}" for layer in range(4)]
+
+
+def failing(model: nn.Module, where: str, call: int | None) -> Tensor:
+    """A loss whose backward fails: within this layer, as in `Fault`, or (None) in the gradient of a module's output."""
+    module = model.get_submodule(where)
+    if call is not None:
+        module.fault.arm(ArithmeticError(), call)
+        return model_loss(model, BATCHES[2])
+    hook = module.register_forward_hook(lambda module, args, out: out.register_hook(lambda grad: 1 / 0) and None)
+    loss = model_loss(model, BATCHES[2])
+    hook.remove()
+    return loss
+
+
+@pytest.mark.parametrize("optimizer, resident", [(adamw, 0), (sgd, 0), (adamw, 2)])
+@pytest.mark.parametrize("where, call", [*product(BLOCKS, (0, 2)), *product(("head", "blocks.1", "embed"), (None,))])
+def test_an_aborted_backward_that_had_updated_layers_is_undone_by_a_checkpoint(where, call, optimizer, resident):
+    """The next backward is as ever; after that no other before a step."""
     model, kept = blocks(), Choice(resident=resident)
-    model, own = stream(model, adamw(model), layers=model.blocks, update_in_backward=True, choice=kept)
-    train(model, own, BATCHES[:2])
-    saved = copy.deepcopy((model.state_dict(), own.state_dict()))
-    train(model, own, BATCHES[2:])
-    after = weights(model)
-    for _ in range(2):
-        model.load_state_dict(saved[0])
-        own.load_state_dict(saved[1])
-        own.zero_grad()
+    with streaming(model, optimizer(model), update_in_backward=True, choice=kept) as (model, own):
+        train(model, own, BATCHES[:2])
+        saved = copy.deepcopy((model.state_dict(), own.state_dict()))
+        train(model, own, BATCHES[2:])
+        after = weights(model)
+
+        def fail_and_go_back() -> None:
+            with pytest.raises(ArithmeticError):
+                failing(model, where, call).backward()
+            model.load_state_dict(saved[0])
+            own.load_state_dict(saved[1])
+
+        for _ in range(2):
+            fail_and_go_back()
+        for param in model.parameters():
+            param.grad = None
+        train(model, own, BATCHES[2:])
+        assert_same_weights(model, after)
         with pytest.raises(ArithmeticError):
-            model.blocks[layer].fault.arm(ArithmeticError("broken"), call)
-            model_loss(model, BATCHES[2]).backward()
-    model.load_state_dict(saved[0])
-    own.load_state_dict(saved[1])
-    own.zero_grad()
-    train(model, own, BATCHES[2:])
-    assert_same_weights(model, after)
-    model_loss(model, BATCHES[0]).backward()
-    for _ in range(2):
-        own.zero_grad()  # does not take back a whole backward's updates
-        refused(lambda: model_loss(model, BATCHES[0]).backward(), "a second backward before step")
+            failing(model, where, call).backward()
+        own.zero_grad()
+        model_loss(model, BATCHES[2]).backward()
+        for _ in range(2):
+            own.zero_grad()  # does not take back a whole backward's updates
+            refused(lambda: model_loss(model, BATCHES[0]).backward(), "a second backward before step")
+        own.load_state_dict(saved[1])
+        model_loss(model, BATCHES[2]).backward()
 
 
 def test_a_backward_while_an_update_is_under_way_leaves_the_weights_whole():

@@ -1,25 +1,21 @@
 """What surrounds a streamed model: losses on its weights, moody layers, the user's own checkpoints, threads."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from stream_cases import case, compare, masters, streaming
+from stream_cases import PLACES, case, compare, masters, streaming
 from stream_loops import adamw, evaluated, model_loss, own_clip, sgd, train, two_forwards
 from stream_models import Block, adapted, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, prune
 from torch.utils.checkpoint import checkpoint
 
-from t1lib.plan.cost import Choice
 from t1lib.train import activations
-
-ON_HOST = Choice(inputs="host", outer="host", grads="host", host_share=0.5)
-CHOICES = {"default": None, "on host": ON_HOST, "resident": Choice(resident=2, slots=1)}
-CHOICES |= {"kept": Choice(keep=2), "waiting": Choice(host_share=0.5, grads="device")}
 
 
 def penalised_before(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -136,6 +132,55 @@ def hold_once(model: nn.Module, optimizer: Any) -> Tensor:
     return own_clip(model, optimizer) + sum(grad.norm() for grad in held)
 
 
+def write_layers(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    """Through aliases that were taken once, after each `drain()`."""
+    if not hasattr(model, "t1_held"):
+        model.t1_held = [param.detach() for param in layers_of(model).parameters()]
+    getattr(optimizer, "drain", lambda: None)()
+    torch._foreach_mul_(model.t1_held, 0.9)
+
+
+def hold_outer(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    """While somebody holds an alias, the memory is not released, and what is there counts."""
+    if not hasattr(model, "t1_held"):
+        model.t1_held = [model.embed.weight.detach(), model.head.weight.detach()]
+
+
+def write_outer(model: nn.Module, optimizer: Any) -> None:
+    torch._foreach_mul_(model.t1_held, 0.9)
+
+
+def save_within(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    """Within a layer's call, as a hook or a signal's handler may."""
+    model.blocks[1].up.register_forward_hook(lambda *_: optimizer.state_dict() and None)
+
+
+LATE: dict[str, Callable[[nn.Module], Tensor]] = {
+    "the embedding": lambda model: model.embed(data()[3]["input_ids"]),
+    "a layer": lambda model: model.blocks[0](model.embed(data()[3]["input_ids"])),
+    "the head": lambda model: model.head(torch.ones(4, 32)),
+}
+
+
+def step_again(late: Callable[[nn.Module], Tensor], model: nn.Module, optimizer: Any, batch: Any) -> None:
+    """With gradients that are added while the last step's update waits for a forward through the last layer."""
+    found = vars(model).pop("t1_late", None)
+    (late(model) if found is None else found).square().sum().backward()
+    optimizer.step()
+
+
+def late_gradients() -> dict[str, dict[str, Any]]:
+    """That come after a step count in the next one, as do those of a forward before the step."""
+    found = {}
+    for what, late in LATE.items():
+        own = {"before": partial(step_again, late), "zero": lambda model: None}
+        found[f"gradients of {what} after a step"] = case(blocks, **own)
+        if what != "a layer":  # refused, as in plain PyTorch
+            keep = lambda model, optimizer, late=late: vars(model).update(t1_late=late(model))  # noqa: E731
+            found[f"gradients of {what} after a step, of a forward before it"] = case(blocks, clip=keep, **own)
+    return found
+
+
 def with_scale() -> nn.Module:
     """A parameter of the optimizer's that soon is none of the model's."""
     model = qwen3()
@@ -195,9 +240,9 @@ def test_another_thread_evaluates_meanwhile():
         evaluating.result()
 
 
-@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("place", sorted(PLACES.keys() - {"all resident"}))
 @pytest.mark.parametrize("masters", ["whole", "split"])
-def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(masters, choice):
+def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(masters, place):
     """Also what was written, or assigned, last before `close()`."""
 
     def masters_have_followed() -> None:
@@ -207,7 +252,7 @@ def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(maste
             torch.testing.assert_close(master, weight, rtol=4e-3, atol=1e-37)
 
     model = qwen3(torch.bfloat16)
-    with streaming(model, adamw(model, weight_decay=0.0), choice=choice, master_weights=masters) as (streamed, own):
+    with streaming(model, adamw(model, weight_decay=0.0), master_weights=masters, **PLACES[place]) as (streamed, own):
         train(streamed, own, data(3))
         with torch.no_grad():
             for param in streamed.parameters():
@@ -247,6 +292,10 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients clipped again and again": case(qwen3, clip=clip_often),
     "gradients zeroed through what is held": case(qwen3, clip=hold_once, zero=lambda m: [g.zero_() for g in m.t1_held]),
     "gradients held once, while more accumulate": case(qwen3, sgd, accumulate=2, clip=hold_once, zero=False),
+    "weights of layers written through aliases": case(blocks, before=write_layers),
+    "weights of embedding and head written through aliases": case(blocks, before=hold_outer, clip=write_outer),
+    "a look at the state within a layer": case(blocks, before=save_within),
+    **late_gradients(),
     "a parameter that is the optimizer's alone": case(with_scale, loss=scaled, clip=clip_all_of_the_optimizer),
     "gradients whose data is assigned": case(qwen3, clip=give_other_data, zero=False),
     "a gradient that is kept": case(qwen3, clip=keep_first),
@@ -260,7 +309,7 @@ def test_same_bits_as_plain_pytorch(name, monkeypatch):
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
-        compare(**CASES[name], places=[{"choice": choice} for choice in CHOICES.values()])
+        compare(**CASES[name], places=PLACES.values())
     finally:
         torch.use_deterministic_algorithms(False)
 
