@@ -1,19 +1,19 @@
-"""Which layers run as CUDA graphs, as far as a CPU can tell, and what plans count of adapters."""
+"""Which layers run as CUDA graphs, as far as a CPU can tell, what is left out of others, and what plans count."""
 
 from functools import partial
 
 import pytest
 import torch
 from stream_cases import in_pieces, streaming
-from stream_loops import adamw, own_clip, sgd, train
-from stream_models import SHAPE, adapted, blocks, data, layers_of, llama, made
+from stream_loops import adamw, model_loss, own_clip, sgd, train
+from stream_models import SHAPE, adapted, blocks, data, layers_of, llama, made, qwen3
 from torch import nn
 from transformers import LlamaConfig
 
 from t1lib.heads import patch_head, unpatch_head
 from t1lib.measure.probes import storage_bytes
 from t1lib.plan.cost import Choice, device_bytes
-from t1lib.train import placing
+from t1lib.train import activations, placing
 from t1lib.train.graphs import LayerGraphs
 
 
@@ -113,3 +113,23 @@ def test_a_plan_counts_the_pieces_in_which_state_travels(make, options, wide):
         work = placing.work_in(own._engine, None, *data(1)[0]["input_ids"].shape)
         held, planned = storage_bytes(own.device_tensors()), device_bytes(work, own._engine.choice)
         assert held <= planned <= 1.2 * held
+
+
+def test_hidden_states_are_cut_by_rows_whatever_their_shape():
+    """Of the layer's other arguments, a matrix like this one would be refused."""
+    pieces = activations.split_rows(activations.Piece(torch.zeros(4, 4), (), {}), 3)
+    assert [piece.hidden.shape for piece in pieces] == [(3, 4), (1, 4)]
+
+
+def test_the_last_product_is_left_out_of_known_layers_unless_somebody_looks(monkeypatch):
+    left_out, seen = [], []
+    apply = activations._Unread.apply
+    monkeypatch.setattr(activations._Unread, "apply", lambda *given: left_out.append(1) or apply(*given))
+    with streaming(qwen3()) as (model, _):
+        for looking in (False, True):
+            if looking:
+                note = lambda module, given, out: seen.append(float(out.detach().abs().max()))  # noqa: E731
+                model.model.layers[2].mlp.register_forward_hook(note)
+            model_loss(model, data()[0]).backward()
+            assert len(left_out) == 3 + 3 * looking  # of four layers, the first is watched; then one has a hook
+    assert len(seen) == 2 and seen[0] == seen[1]

@@ -2,18 +2,22 @@
 a plain PyTorch model, in float32 on a CPU."""
 
 import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 import stream_models
 import torch
-from stream_cases import Masters, case, compare, masters, pieces, streaming
+from stream_cases import PLACES, Masters, case, compare, masters, pieces, streaming
 from stream_loops import adamw, evaluated, grouped, model_loss, own_clip, sgd, torch_clip, train, two_forwards
-from stream_models import MODELS, SHAPE, adapted, blocks, changed, data, frozen, gemma3, llama, made, partly_used, qwen3
+from stream_models import MODELS, SHAPE, adapted, blocks, changed, data, frozen, layers_of, llama, made, qwen3
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import clip_grad_norm_, parametrizations, prune
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPTNeoXConfig, GraniteConfig
 
 from t1lib.plan.cost import Choice
@@ -143,6 +147,211 @@ def beside_reference(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss * known
 
 
+def penalised_before(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Computed before the forward, of the two matrices whose memory the backward of the layers may take."""
+    before = 0.01 * sum(m.weight.square().sum() for m in (model.get_input_embeddings(), model.lm_head))
+    return model_loss(model, batch) + before
+
+
+def embedding_again(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    embedded = checkpoint(model.get_input_embeddings(), batch["input_ids"], use_reentrant=False)
+    return model(inputs_embeds=embedded, labels=batch["labels"]).loss
+
+
+def of_inputs_alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Nothing of the model is trained. The embedding is given its input by name."""
+    model.requires_grad_(False)
+    model.t1_given = model.get_input_embeddings()(input=batch["input_ids"]).requires_grad_()
+    return model(inputs_embeds=model.t1_given, labels=batch["labels"]).loss
+
+
+def freezing(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A weight is frozen between forward and backward."""
+    up_weight(model, -1).requires_grad_(True)
+    loss = model_loss(model, batch)
+    up_weight(model, -1).requires_grad_(False)
+    return loss
+
+
+def up_weight(model: nn.Module, layer: int = 0) -> nn.Parameter:
+    return layers_of(model)[layer].mlp.up_proj.weight
+
+
+def of_two_kinds() -> nn.Module:
+    """Adapters to choose from: those of DoRA, the active ones, need the values of a layer's last product."""
+    model = adapted(dropout=0.0, target_modules=["q_proj"])
+    config = type(model.peft_config["default"])(r=2, use_dora=True, target_modules=["q_proj", "down_proj"])
+    model.add_adapter("other", config)
+    model.set_adapter("other")
+    for name, param in model.named_parameters():
+        param.requires_grad_("lora_" in name or "embed" in name)
+    return model
+
+
+def of_average(model: nn.Module) -> float:
+    """What is found with other weights, which are swapped in and out."""
+    params = list(layers_of(model).parameters())
+    trained = [param.detach().clone() for param in params]
+    with torch.no_grad():
+        torch._foreach_mul_(params, 0.5)
+    found = evaluated(model)
+    with torch.no_grad():
+        torch._foreach_copy_(params, trained)
+    return found
+
+
+def decoded_by_hand(model: nn.Module) -> float:
+    """From a prompt that was run where gradients are possible."""
+    model.eval()
+    found = model(data()[0]["input_ids"], use_cache=True)
+    with torch.no_grad():
+        found = model(data()[1]["input_ids"][:, :1], past_key_values=found.past_key_values)
+    model.train()
+    return found.logits.norm().item()
+
+
+def of_assigned(model: nn.Module) -> float:
+    """Weights of embedding and head are assigned for good, and then looked at in inference mode."""
+    for param in (model.get_input_embeddings().weight, model.lm_head.weight):
+        param.data = param.data * 0.9
+    with torch.inference_mode():
+        return evaluated(model)
+
+
+def clip_often(model: nn.Module, optimizer: Any) -> Tensor:
+    """Its gradients have another norm every time: without one, clipped already, changed through what is held."""
+    layers_of(model)[2].mlp.up_proj.weight.grad = None
+    norms, held = [own_clip(model, optimizer, most) for most in (0.3, 0.2)], up_weight(model).grad
+    if hasattr(optimizer, "grad_norm"):
+        optimizer.grad_norm()
+    held.mul_(3)
+    return torch.stack([*norms, own_clip(model, optimizer, most=0.1)]).sum()
+
+
+def prune_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    if not hasattr(model, "t1_pruned"):
+        model.t1_pruned = prune.l1_unstructured(layers_of(model)[1].mlp.up_proj, "weight", 0.3)
+
+
+def replace_forwards(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    """Of a module each in two layers, after some steps: one's product is needed, the other's runs twice."""
+    model.t1_steps = getattr(model, "t1_steps", 0) + 1
+    if model.t1_steps == 3:
+        squared, repeated = layers_of(model)[1].mlp, layers_of(model)[2].mlp
+        squared.forward = lambda x: type(squared).forward(squared, x).square()
+        repeated.forward = lambda x: type(repeated).forward(repeated, type(repeated).forward(repeated, x))
+
+
+def keep_first(model: nn.Module, optimizer: Any) -> Tensor:
+    return vars(model).setdefault("t1_kept", up_weight(model).grad).norm()
+
+
+def give_other_data(model: nn.Module, optimizer: Any) -> Tensor:
+    """What is held from the step before has them, too, as it is the same tensor."""
+    weight, kept = up_weight(model), vars(model).setdefault("t1_kept", up_weight(model).grad)
+    weight.grad.data = weight.grad.data * 2
+    assert weight.grad is weight.grad
+    return kept.norm()
+
+
+def hold_once(model: nn.Module, optimizer: Any) -> Tensor:
+    """What is held from the first step on has the later gradients, too."""
+    held = vars(model).setdefault("t1_held", [param.grad for param in model.parameters()])
+    torch._foreach_mul_(held, 2.0)
+    return own_clip(model, optimizer) + sum(grad.norm() for grad in held)
+
+
+def write_layers(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    """Through aliases that were taken once, after each `drain()`."""
+    if not hasattr(model, "t1_held"):
+        model.t1_held = [param.detach() for param in layers_of(model).parameters()]
+    getattr(optimizer, "drain", lambda: None)()
+    torch._foreach_mul_(model.t1_held, 0.9)
+
+
+def hold_outer(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    """While somebody holds an alias, the memory is not released, and what is there counts."""
+    if not hasattr(model, "t1_held"):
+        model.t1_held = [model.embed.weight.detach(), model.head.weight.detach()]
+
+
+def write_outer(model: nn.Module, optimizer: Any) -> None:
+    torch._foreach_mul_(model.t1_held, 0.9)
+
+
+def save_within(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    """Within a layer's call, as a hook or a signal's handler may."""
+    model.blocks[1].up.register_forward_hook(lambda *_: optimizer.state_dict() and None)
+
+
+LATE: dict[str, Callable[[nn.Module], Tensor]] = {
+    "the embedding": lambda model: model.embed(data()[3]["input_ids"]),
+    "a layer": lambda model: model.blocks[0](model.embed(data()[3]["input_ids"])),
+    "the head": lambda model: model.head(torch.ones(4, 32)),
+}
+
+
+def step_again(late: Callable[[nn.Module], Tensor], model: nn.Module, optimizer: Any, batch: Any) -> None:
+    """With gradients that are added while the last step's update waits for a forward through the last layer."""
+    found = vars(model).pop("t1_late", None)
+    (late(model) if found is None else found).square().sum().backward()
+    optimizer.step()
+
+
+def late_gradients() -> dict[str, dict[str, Any]]:
+    """That come after a step count in the next one, as do those of a forward before the step."""
+    found = {}
+    for what, late in LATE.items():
+        own = {"before": partial(step_again, late), "zero": lambda model: None}
+        found[f"gradients of {what} after a step"] = case(blocks, **own)
+        if what != "a layer":  # refused, as in plain PyTorch
+            keep = lambda model, optimizer, late=late: vars(model).update(t1_late=late(model))  # noqa: E731
+            found[f"gradients of {what} after a step, of a forward before it"] = case(blocks, clip=keep, **own)
+    return found
+
+
+def with_scale() -> nn.Module:
+    """A parameter of the optimizer's that soon is none of the model's."""
+    model = qwen3()
+    model.t1_scale = nn.Parameter(torch.tensor(0.5))
+    return model
+
+
+def scaled(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    if not hasattr(model, "t1_taken"):
+        model.t1_taken = [model._parameters.pop("t1_scale")]
+    return model_loss(model, batch) * model.t1_taken[0].exp()
+
+
+def clip_all_of_the_optimizer(model: nn.Module, optimizer: Any) -> Tensor:
+    own = getattr(optimizer, "clip_grad_norm_", None)
+    return own(0.05) if own else clip_grad_norm_([*model.parameters(), *model.t1_taken], 0.05)
+
+
+class Moody(stream_models.Block):
+    """By chance or by its number it is skipped, or leaves its rest out; looks at its output, and keeps it."""
+
+    number = 0
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        if self.number == 0 and torch.rand(()) < 0.5:
+            return hidden
+        out = super().forward(hidden, mask, scale=scale)
+        if self.number == 1 or (self.number == 2 and torch.rand(()) < 0.5):
+            return hidden + 0.1 * (out - hidden).square()
+        self.last = out.detach()
+        return out if out.detach().abs().max() < 1e3 else out.clamp(-1e3, 1e3)
+
+
+def moody() -> nn.Module:
+    """Nothing below the layer that is skipped trains."""
+    model = blocks()
+    model.embed.requires_grad_(False)
+    for number, block in enumerate(model.blocks):
+        block.__class__, block.number = Moody, number
+    return model
+
+
 square = [{name: value[:, :4] for name, value in batch.items()} for batch in data(padded=True)]
 half_decay = partial(adamw, weight_decay=0.5)
 dropping, padded = partial(blocks, dropout=0.3), data(padded=True)
@@ -158,10 +367,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no momentum": case(qwen3, partial(sgd, momentum=0.0)),
     "one micro-batch": case(blocks, **pieces(9)),
     "as many rows as tokens": case(blocks, batches=square, **pieces(2)),
-    "batches of other shapes": case(gemma3, batches=shapes(), choice=ON_HOST),
-    "two forwards": case(qwen3, loss=two_forwards, clip=own_clip),
-    # the first forward's output layer reads its weight when layers of the second have run their backward
-    "two forwards, all on the host": case(qwen3, loss=two_forwards, choice=ON_HOST),
+    "batches of other shapes": case(MODELS["gemma3"], batches=shapes(), choice=ON_HOST),
     "two forwards of a view, all on the host": case(qwen3, loss=two_forwards_of_a_view, choice=ON_HOST),
     "sparse gradients, all on the host": case(sparse, partial(sgd, momentum=0.0, weight_decay=0.0), choice=OUTER),
     "no tokens before others, all on the host": case(
@@ -188,26 +394,18 @@ CASES: dict[str, dict[str, Any]] = {
         partial(frozen, "attn.bias", made, config=GPT2), after=lambda m: inferred(m).item(), micro_batch=1, rel=1e-5
     ),
     "a cache by position, kept": case(partial(made, GPT2), choice=Choice(keep=2)),
-    "a cache by another name": case(NEOX),
-    "a cache by another name, kept": case(NEOX, choice=Choice(keep=2)),
     "buffers that a forward changes, with a budget that keeps activations": case(spectral, gpu_memory="1GiB"),
     "a layer that writes to an argument, kept": case(
         partial(changed, blocks, stream_models.write_masks), choice=Choice(keep=4)
     ),
-    "masters": masters(qwen3, choice=Choice(host_share=0.5, outer="host")),
-    "masters, on the device": masters(blocks, sgd, choice=Choice(host_share=0.0, outer="host")),
-    "masters, by the CPU": masters(blocks, choice=Choice(host_share=1.0, outer="host")),
     "masters, inference before the first update": masters(blocks, after=inferred_once, choice=OUTER),
-    "masters, clipped": masters(llama, clip=own_clip),
-    "masters, clipped, resident": masters(llama, clip=own_clip, choice=Choice(resident=2, keep=1, grads="device")),
-    "masters, clipped, half by the CPU": masters(llama, clip=own_clip, choice=Choice(outer="host", host_share=0.5)),
     "16 bits without masters": case(partial(qwen3, torch.bfloat16), sgd, master_weights=None),
     "16 bits, clipped": case(partial(qwen3, torch.bfloat16), clip=torch_clip, master_weights=None),
     **{f"frozen: {what}": case(partial(frozen, names), clip=own_clip) for what, names in FROZEN.items()},
     "frozen: a tied embedding": case(partial(frozen, "embed", qwen3)),
     # parameters without a gradient do not decay
-    "without a gradient": case(partly_used, half_decay),
-    "without a gradient, masters": masters(partly_used, half_decay),
+    "without a gradient": case(stream_models.partly_used, half_decay),
+    "without a gradient, masters": masters(stream_models.partly_used, half_decay),
     "adapters": case(partial(adapted, dropout=0.0), **pieces(None)),
     # dropout draws the same numbers again
     "adapters, dropout": case(adapted, clip=own_clip, **pieces(None)),
@@ -216,16 +414,62 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters in float32, others for reference": case(two_adapters, loss=beside_reference),
     "adapters in float32": case(partial(adapted, torch.bfloat16, base=llama)),
     "dropout in attention": case(partial(qwen3, attention_dropout=0.3), loss=two_forwards, **pieces(None)),
-    "dropout, kept": case(dropping, loss=two_forwards, choice=Choice(keep=2), **pieces(None)),
-    "dropout, from the host": case(dropping, loss=two_forwards, choice=Choice(inputs="host"), **pieces(None)),
     "dropout, some rows at a time": case(dropping, **pieces(3)),
 }
 
 
+EVERYWHERE: dict[str, dict[str, Any]] = {  # wherever layers, state, gradients and inputs lie
+    "a loss on the weights of embedding and head, computed before": case(llama, loss=penalised_before),
+    "masters": masters(qwen3),
+    "masters, momentum": masters(blocks, sgd),
+    "masters, clipped": masters(llama, clip=own_clip),
+    "dropout": case(dropping, loss=two_forwards, **pieces(None)),
+    "a cache by another name": case(NEOX),
+    # the first forward's output layer reads its weight when layers of the second have run their backward
+    "two forwards": case(qwen3, loss=two_forwards, clip=own_clip),
+    # one backward may add up gradients
+    "two forwards, without accumulation": case(qwen3, sgd, loss=two_forwards) | {"accumulate": False},
+    "layers that do not do the same every time": case(moody),
+    "a checkpoint around the embedding": case(qwen3, loss=embedding_again),
+    "gradients of inputs alone": case(qwen3, loss=of_inputs_alone, clip=lambda m, o: m.t1_given.grad.norm()),
+    "a weight that is frozen before the backward": case(qwen3, loss=freezing),
+    "adapters of two kinds, in turns": case(
+        of_two_kinds, before=lambda m, o, b: m.set_adapter("default" if m.active_adapter == "other" else "other")
+    ),
+    # updates of which the weights, in 16 bits, see none for a while
+    "weights swapped for an average": masters(qwen3, partial(adamw, lr=1e-5), after=of_average),
+    "weights that are assigned": case(llama, after=of_assigned),
+    "decoding by hand": case(qwen3, after=decoded_by_hand),
+    "decoding by hand, by rows": case(qwen3, after=decoded_by_hand, micro_batch=1, rel=1e-5),
+    "modules whose forward is replaced": case(qwen3, before=replace_forwards),
+    "weights that are pruned": case(qwen3, before=prune_later),
+    "gradients clipped again and again": case(qwen3, clip=clip_often),
+    "gradients zeroed through what is held": case(qwen3, clip=hold_once, zero=lambda m: [g.zero_() for g in m.t1_held]),
+    "gradients held once, while more accumulate": case(qwen3, sgd, accumulate=2, clip=hold_once, zero=False),
+    "weights of layers written through aliases": case(blocks, before=write_layers),
+    "weights of embedding and head written through aliases": case(blocks, before=hold_outer, clip=write_outer),
+    "a look at the state within a layer": case(blocks, before=save_within),
+    **late_gradients(),
+    "a parameter that is the optimizer's alone": case(with_scale, loss=scaled, clip=clip_all_of_the_optimizer),
+    "gradients whose data is assigned": case(qwen3, clip=give_other_data, zero=False),
+    "a gradient that is kept": case(qwen3, clip=keep_first),
+    "a gradient that is kept, dropped by layers": case(qwen3, clip=keep_first, zero=lambda m: m.model.zero_grad()),
+}
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize("name", CASES)
-def test_same_bits_as_plain_pytorch(name):
-    compare(**CASES[name])
+@pytest.mark.parametrize("name", [*CASES, *EVERYWHERE])
+def test_same_bits_as_plain_pytorch(name, monkeypatch):
+    """Memory that nobody has written to holds nan."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        if name in CASES:
+            compare(**CASES[name])
+        else:
+            compare(**EVERYWHERE[name], places=PLACES.values())
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("layout", [{"master_weights": "split"}, {"moments": "bfloat16"}], ids=str)
@@ -242,3 +486,20 @@ def test_smaller_state_is_close(layout):
         assert state[index]["master"].dtype == torch.float32
         assert (state[index]["master"] - master).norm() < 0.05 * moved, index
         assert (state[index]["exp_avg"].float() - first).norm() < 0.25 * first.norm(), index
+
+
+def test_another_thread_evaluates_meanwhile():
+    plain, model, stop = qwen3(), qwen3(), threading.Event()
+
+    def evaluate() -> None:
+        while not stop.is_set():
+            with torch.no_grad():
+                model_loss(model, data()[0])
+
+    with streaming(model) as both, ThreadPoolExecutor(1) as pool:
+        evaluating = pool.submit(evaluate)
+        try:
+            assert train(*both) == train(plain, adamw(plain))
+        finally:
+            stop.set()
+        evaluating.result()

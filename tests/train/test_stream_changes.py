@@ -1,4 +1,5 @@
-"""What is changed between a forward and its backward is refused, as plain PyTorch refuses it."""
+"""What is changed between a forward and its backward is refused, as plain PyTorch refuses it. At other times it
+counts, as there: see also test_stream.py."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +9,8 @@ import pytest
 import torch
 from refusals import refused
 from stream_cases import PLACES, compare, streaming
-from stream_loops import model_loss, train
-from stream_models import Blocks, blocks, data
+from stream_loops import adamw, model_loss, train
+from stream_models import Blocks, blocks, data, qwen3
 from torch import Tensor, nn
 
 from t1lib.errors import T1Error
@@ -88,3 +89,35 @@ def test_a_layer_that_is_called_within_another():
     with streaming(blocks(), choice=Choice(slots=1)) as (model, _):
         model.blocks[1].up.register_forward_hook(lambda *_: model.blocks[2](torch.ones(1, 2, 32)) and None)
         refused(lambda: model_loss(model, BATCHES[0]), "layer 2 is called within the call of layer 1")
+
+
+@pytest.mark.parametrize("place", sorted(PLACES.keys() - {"all resident"}))
+@pytest.mark.parametrize("masters", ["whole", "split"])
+def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(masters, place):
+    """Also what was written, or assigned, last before `close()`."""
+
+    def masters_have_followed() -> None:
+        saved = own.state_dict()["state"]
+        for number, param in enumerate(model.parameters()):
+            master, weight = saved[number]["master"].cpu(), param.detach().cpu().float()
+            torch.testing.assert_close(master, weight, rtol=4e-3, atol=1e-37)
+
+    model = qwen3(torch.bfloat16)
+    with streaming(model, adamw(model, weight_decay=0.0), master_weights=masters, **PLACES[place]) as (streamed, own):
+        train(streamed, own, data(3))
+        with torch.no_grad():
+            for param in streamed.parameters():
+                param.add_(0.25)
+            up = [layer.mlp.up_proj.weight for layer in model.model.layers]
+            zeroed = [streamed.lm_head.weight, up[1]]
+            zeroed[1].zero_()
+        zeroed[0].data = torch.zeros_like(zeroed[0])
+        streamed.model.norm.weight.data = torch.full_like(streamed.model.norm.weight, 0.5)
+        masters_have_followed()
+        train(streamed, own, data(3))
+        assert all((param == 0).float().mean() < 0.05 for param in zeroed)
+        up[1].data.fill_(0.5)
+        up[2].data = torch.full_like(up[2].detach(), 0.5)
+        own.close()
+        masters_have_followed()
+        assert (up[1] == 0.5).all() and (up[2] == 0.5).all()
