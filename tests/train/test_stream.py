@@ -188,6 +188,18 @@ def of_two_kinds() -> nn.Module:
     return model
 
 
+def drop_between(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A layer's gradients, which may wait on the device, are dropped unseen; then a forward sends later ones to the
+    host."""
+    first, second = (model_loss(model, each) for each in (data()[3], batch))
+    first.backward()
+    for param in model.blocks[2].parameters():
+        param.grad = None
+    with torch.no_grad():
+        model.blocks[0](torch.zeros(1, 4, 32))
+    return second
+
+
 def of_average(model: nn.Module) -> float:
     """What is found with other weights, which are swapped in and out."""
     params = list(layers_of(model).parameters())
@@ -444,6 +456,7 @@ EVERYWHERE: dict[str, dict[str, Any]] = {  # wherever layers, state, gradients a
     "modules whose forward is replaced": case(qwen3, before=replace_forwards),
     "weights that are pruned": case(qwen3, before=prune_later),
     "gradients clipped again and again": case(qwen3, clip=clip_often),
+    "gradients dropped unseen": case(blocks, loss=drop_between),
     "gradients zeroed through what is held": case(qwen3, clip=hold_once, zero=lambda m: [g.zero_() for g in m.t1_held]),
     "gradients held once, while more accumulate": case(qwen3, sgd, accumulate=2, clip=hold_once, zero=False),
     "weights of layers written through aliases": case(blocks, before=write_layers),

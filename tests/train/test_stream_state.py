@@ -24,6 +24,7 @@ from stream_cases import assert_same_state, assert_same_weights, going_on, six_s
 from stream_loops import adamw, grouped, model_loss, own_clip, sgd, train
 from stream_models import blocks, data, last_hidden, llama, qwen3
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from t1lib.measure.probes import AllocatorTimeline
 from t1lib.plan.cost import Choice
@@ -125,17 +126,12 @@ def test_loading_forgets_an_earlier_schedule_and_leaves_what_is_loaded_to_the_us
         found, saved = [], copy.deepcopy(optimizer.state_dict())
         saved["param_groups"][0]["lr"] *= 0.5
         for _ in range(3):
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.7**step)
-            found += train(model, optimizer, FIRST, schedule=lambda _, own=schedule: own)
+            found += train(model, optimizer, FIRST, schedule=partial(LambdaLR, lr_lambda=lambda step: 0.7**step))
             optimizer.load_state_dict(saved)
             found.append(float(optimizer.param_groups[0]["lr"]))
         return found
 
-    plain, model = llama(), llama()
-    expected = schedules(plain, adamw(plain, lr=copy.deepcopy(rate)))
-    with streaming(model, adamw(model, lr=copy.deepcopy(rate))) as (streamed, own):
-        assert schedules(streamed, own) == expected
-        assert_same_weights(streamed, plain)
+    stream_cases.compare(llama, lambda model: adamw(model, lr=copy.deepcopy(rate)), schedules)
 
 
 def test_accelerate_saves_all_weights(tmp_path):
@@ -262,25 +258,6 @@ def test_a_gradient_in_another_layout_is_copied_before_the_update_may_read_it(mo
         own.step()
         own.drain()
     assert seen and all(seen)
-
-
-def test_of_a_layers_gradients_on_the_device_only_the_latest_count():
-    """Its earlier ones, set to None unseen, waited there; then a forward sends later ones to the host."""
-
-    def two_backwards(model: nn.Module) -> dict[str, Tensor]:
-        losses = [model_loss(model, batch) for batch in BATCHES[:2]]
-        losses[0].backward()
-        for param in model.blocks[1].parameters():
-            param.grad = None
-        with torch.no_grad():
-            model.blocks[0](torch.zeros(1, 4, 32))
-        losses[1].backward()
-        return {name: param.grad.clone() for name, param in model.named_parameters()}
-
-    with streaming(blocks(), choice=Choice(grads="device")) as (streamed, _):
-        found = two_backwards(streamed)
-    expected = two_backwards(blocks())
-    assert [name for name, grad in expected.items() if not torch.equal(grad, found[name])] == []
 
 
 def test_an_interrupt_before_an_update_leaves_no_stale_weights(monkeypatch):
