@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPTNeoXConfig, GraniteConfig
 
+from t1lib.errors import T1Error
 from t1lib.plan.cost import Choice
 
 ON_HOST, OUTER = Choice(outer="host", inputs="host"), Choice(outer="host")
@@ -296,6 +297,52 @@ def save_within(model: nn.Module, optimizer: Any, batch: Any) -> None:
     model.blocks[1].up.register_forward_hook(lambda *_: optimizer.state_dict() and None)
 
 
+def change_mask(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> Tensor:
+    """It is filled anew for a second forward."""
+    mask, hidden = torch.zeros(7, 7), model.embed(batch["input_ids"])
+    first = model.blocks[0](hidden, mask)
+    second = model.blocks[0](hidden * 2, mask.fill_(1.0).tril_())
+    return (first * second).sum()
+
+
+def change_hidden(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> Tensor:
+    hidden = model.embed(batch["input_ids"]) * 1.0
+    out = model.blocks[0](hidden)
+    hidden.mul_(2.0)
+    return out.square().sum()
+
+
+def change_weight(name: str, model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> Tensor:
+    loss = model_loss(model, batch)
+    with torch.no_grad():
+        model.get_parameter(name).mul_(0.9)
+    return loss
+
+
+def change_everything(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> Tensor:
+    """By a step on another batch."""
+    late = model_loss(model, batch)
+    train(model, optimizer, data()[1:2])
+    return late
+
+
+CHANGED = ("head.weight", "blocks.0.up.weight", "blocks.3.qkv.weight")
+CHANGES: dict[str, Callable[..., Tensor]] = {
+    "a mask": change_mask,
+    "hidden states": change_hidden,
+    **{name: partial(change_weight, name) for name in CHANGED},
+    "everything": change_everything,
+}
+
+
+def refused_late(change: Callable[..., Tensor], model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> None:
+    """A backward of what was changed since its forward, as plain PyTorch refuses it."""
+    late = change(model, optimizer, batch)
+    with pytest.raises((T1Error, RuntimeError), match=r"changed in place|updated since|modified by an inplace"):
+        late.backward()
+    optimizer.zero_grad()
+
+
 LATE: dict[str, Callable[[nn.Module], Tensor]] = {
     "the embedding": lambda model: model.embed(data()[3]["input_ids"]),
     "a layer": lambda model: model.blocks[0](model.embed(data()[3]["input_ids"])),
@@ -463,6 +510,7 @@ EVERYWHERE: dict[str, dict[str, Any]] = {  # wherever layers, state, gradients a
     "weights of embedding and head written through aliases": case(blocks, before=hold_outer, clip=write_outer),
     "a look at the state within a layer": case(blocks, before=save_within),
     **late_gradients(),
+    **{f"changed in between: {what}": case(blocks, before=partial(refused_late, CHANGES[what])) for what in CHANGES},
     "a parameter that is the optimizer's alone": case(with_scale, loss=scaled, clip=clip_all_of_the_optimizer),
     "gradients whose data is assigned": case(qwen3, clip=give_other_data, zero=False),
     "a gradient that is kept": case(qwen3, clip=keep_first),

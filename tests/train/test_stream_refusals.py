@@ -380,6 +380,27 @@ def test_refused_while_it_streams(name):
         refused(lambda: call(streamed, own), shown)
 
 
+def test_an_input_that_has_left_for_the_host_may_change():
+    """At other times that is refused, as plain PyTorch refuses it."""
+    with streaming(blocks(), choice=Choice(inputs="host")) as (model, own):
+        grads = []
+        for factor in (1.0, 2.0):
+            hidden = out = model.embed(BATCHES[0]["input_ids"]) * 1.0
+            for block in model.blocks:
+                out = block(out)
+            hidden.mul_(factor)
+            out.square().sum().backward()
+            grads.append([param.grad.clone() for param in model.blocks.parameters()])
+            own.zero_grad()
+    assert all(map(torch.equal, *grads))
+
+
+def test_a_layer_that_is_called_within_another():
+    with streaming(blocks(), choice=Choice(slots=1)) as (model, _):
+        model.blocks[1].up.register_forward_hook(lambda *_: model.blocks[2](torch.ones(1, 2, 32)) and None)
+        refused(lambda: model_loss(model, BATCHES[0]), "layer 2 is called within the call of layer 1")
+
+
 def test_weights_assigned_before_the_first_batch_are_refused():
     with streaming(blocks(), gpu_memory="1GiB") as (streamed, _):
         streamed.blocks[0].up.weight.data = torch.zeros_like(streamed.blocks[0].up.weight)

@@ -105,6 +105,40 @@ def test_a_closed_model_its_copy_and_the_model_streamed_again_train_on():
             assert_same_weights(found, plain)
 
 
+@pytest.mark.parametrize("options", PLACES[:3])
+@pytest.mark.parametrize("masters", ["whole", "split"])
+def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(masters, options):
+    """Also what was written, or assigned, last before `close()`."""
+
+    def masters_have_followed() -> None:
+        saved = own.state_dict()["state"]
+        for number, param in enumerate(model.parameters()):
+            master, weight = saved[number]["master"].cpu(), param.detach().cpu().float()
+            torch.testing.assert_close(master, weight, rtol=4e-3, atol=1e-37)
+
+    model = qwen3(torch.bfloat16)
+    optimizer = adamw(model, weight_decay=0.0)
+    with streaming(model, optimizer, master_weights=masters, **options) as (streamed, own):
+        train(streamed, own, data(3))
+        with torch.no_grad():
+            for param in streamed.parameters():
+                param.add_(0.25)
+            up = [layer.mlp.up_proj.weight for layer in model.model.layers]
+            zeroed = [streamed.lm_head.weight, up[1]]
+            zeroed[1].zero_()
+        zeroed[0].data = torch.zeros_like(zeroed[0])
+        streamed.model.norm.weight.data = torch.full_like(streamed.model.norm.weight, 0.5)
+        masters_have_followed()
+        train(streamed, own, data(3))
+        assert all((param == 0).float().mean() < 0.05 for param in zeroed)
+        up[1].data.fill_(0.5)
+        for weight in (up[0], up[2]):
+            weight.data = torch.full_like(weight.detach(), 0.5)
+        own.close()
+        masters_have_followed()
+        assert all((weight == 0.5).all() for weight in up[:3])
+
+
 def test_hooks_of_loading_are_called():
     """As PyTorch calls them: one before may change what is given, or return something else."""
     with streaming(blocks()) as (streamed, own):
