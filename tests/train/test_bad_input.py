@@ -91,14 +91,6 @@ def trainer(request):
     found.close()
 
 
-@pytest.mark.parametrize("name", BATCHES)
-def test_a_refused_batch_changes_nothing(trainer, name):
-    batch, parts = BATCHES[name]
-    before = trainer.state_dict()
-    refused(lambda: trainer.step(batch), *parts)
-    assert_same(trainer.state_dict(), before)
-
-
 LAST = "model.layers.1.mlp.down_proj.weight"  # so that everything before it has already been checked
 STATES = {
     "without a weight": (lambda state: state["model"].pop(LAST), ["another model", LAST]),
@@ -115,14 +107,15 @@ STATES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_a_refused_checkpoint_changes_nothing(trainer, name):
-    spoil, parts = STATES[name]
+@pytest.mark.parametrize("name", [*BATCHES, *STATES])
+def test_a_refused_batch_or_checkpoint_changes_nothing(trainer, name):
+    wrong, parts = (BATCHES | STATES)[name]
     other = trainer.state_dict()
     trainer.step({"input_ids": ids()})
     before = trainer.state_dict()
-    spoil(other)
-    refused(lambda: trainer.load_state_dict(other), *parts)
+    if name in STATES:
+        wrong(other)
+    refused(partial(trainer.load_state_dict, other) if name in STATES else partial(trainer.step, wrong), *parts)
     assert_same(trainer.state_dict(), before)
 
 

@@ -1,14 +1,18 @@
 """One loop for all modes: the same bits on a CPU in float32, whatever lies where; and what a step promises."""
 
 import math
+import os
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from loop_cases import CLIPPED, OPTIMIZERS, assert_same, model, of_layers, ragged, run
 from refusals import refused
+from stream_loops import adamw, own_clip, train
 from stream_models import frozen
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from t1lib.heads import linear_cross_entropy, next_token_targets
 from t1lib.optimizers import OptimizerSpec
@@ -58,23 +62,18 @@ def test_same_bits_as_gpu(name):
         assert all(torch.equal(p, state["model"][n]) != p.requires_grad for n, p in build().named_parameters()), mode
 
 
+def with_head(plain: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    hidden = plain.model(input_ids=batch["input_ids"]).last_hidden_state
+    return linear_cross_entropy(hidden, plain.lm_head.weight, next_token_targets(batch["labels"]), head="full")
+
+
 def test_a_plain_loop_gives_the_same_bits():
     """Written with PyTorch, transformers and a head alone."""
-    plain, data = model(), ragged()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=ADAMW.lr, weight_decay=ADAMW.weight_decay)
-    expected = []
-    for step, batch in enumerate(data):
-        hidden = plain.model(input_ids=batch["input_ids"]).last_hidden_state
-        loss = linear_cross_entropy(hidden, plain.lm_head.weight, next_token_targets(batch["labels"]), head="full")
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        optimizer.param_groups[0]["lr"] = ADAMW.lr * CLIPPED["schedule"](step)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append((loss.item(), norm.item()))
-    found, state = run(make_trainer(model(), "gpu", optimizer=ADAMW, head="full", **CLIPPED), data)
-    assert found == expected
-    assert all(torch.equal(p, state["model"][n]) for n, p in plain.named_parameters())
+    plain, schedule = model(), partial(LambdaLR, lr_lambda=CLIPPED["schedule"])
+    expected = train(plain, adamw(plain), ragged(), loss=with_head, clip=partial(own_clip, most=0.5), schedule=schedule)
+    found, state = run(make_trainer(model(), "gpu", optimizer=ADAMW, head="full", **CLIPPED))
+    assert [number for record in found for number in record] == expected
+    assert_same(state["model"], dict(plain.named_parameters()))
 
 
 @pytest.mark.parametrize("mode", ON_CPU)
@@ -201,14 +200,11 @@ def test_each_of_several_processes_has_a_gpu_of_its_own(monkeypatch):
     """In a script that says nothing about devices; as torchrun starts it."""
     one, current = model(), [0]
     monkeypatch.setattr(FsdpTrainer, "_place", lambda self: None)
-    for name, found in {"is_available": True, "device_count": 2}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert make_trainer(one, "fsdp").device == torch.device("cuda", 1)
+    gpus = {"is_available": lambda: True, "device_count": lambda: 2}
+    gpus |= {"current_device": lambda: current[-1], "set_device": current.append}
+    with patch.multiple(torch.cuda, **gpus), patch.dict(os.environ, WORLD_SIZE="2", LOCAL_RANK="1"):
+        assert make_trainer(one, "fsdp").device == torch.device("cuda", 1)
 
 
 def test_an_update_that_fails_is_the_error_of_a_step(monkeypatch):

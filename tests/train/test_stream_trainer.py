@@ -199,15 +199,6 @@ def test_what_a_callback_puts_beside_a_checkpoint_stays(tmp_path):
     assert (tmp_path / "checkpoint-2" / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.slow
-def test_a_second_call_of_train_begins_with_weights_and_state_of_the_first(tmp_path):
-    found = train_both(tmp_path)
-    for each in found:
-        torch.manual_seed(2)
-        each.train()
-    assert_same(*found)
-
-
 def test_nothing_but_stream_moves_model_and_state(tmp_path, monkeypatch):
     moved, model = [], dropping()
     monkeypatch.setattr(LlamaForCausalLM, "to", lambda self, *_: moved.append("model") or self)
