@@ -67,8 +67,8 @@ class Blocks(nn.Module):
 class Fault:
     """What a layer raises once: in its call number `call` from now, or (0) in the next backward through it."""
 
-    def __init__(self) -> None:
-        self.arm(None)
+    error: BaseException | None = None
+    calls = call = 0
 
     def arm(self, error: BaseException | None, call: int = 1) -> None:
         self.error, self.calls, self.call = error, 0, call

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -37,20 +38,19 @@ class Killed(BaseException):
     """What ends a process within a test: from then on, nothing that would change the disk works."""
 
 
-def _counted(made, call, plain, *arguments, **options):
-    made.append(1)
-    if len(made) > call:
-        raise Killed
-    return plain(*arguments, **options)
-
-
 @contextmanager
 def killed_at(call: int) -> Iterator[Callable[[], bool]]:
     """Kill at this call, counted from 0, of those that change the disk or bring it up to date; says whether it was."""
     made = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("replace", "unlink", "rmdir", "mkdir", "fsync"):
-            patch.setattr(os, name, partial(_counted, made, call, getattr(os, name)))
+
+    def counted(plain, *arguments, **options):
+        made.append(1)
+        if len(made) > call:
+            raise Killed
+        return plain(*arguments, **options)
+
+    changing = ("replace", "unlink", "rmdir", "mkdir", "fsync")
+    with patch.multiple(os, **{name: partial(counted, getattr(os, name)) for name in changing}):
         yield lambda: len(made) > call
 
 
@@ -77,9 +77,8 @@ def test_killed_at_any_point_there_is_a_complete_checkpoint(tmp_path, trained, b
     assert point > 10
 
 
-def test_killed_in_its_checksums_it_leaves_no_step_without_its_name(tmp_path, trained, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_checksums", partial(_counted, [], 0, None))
-    with suppress(Killed):
+def test_killed_in_its_checksums_it_leaves_no_step_without_its_name(tmp_path, trained):
+    with patch.object(checkpoint, "_checksums", side_effect=Killed), pytest.raises(Killed):
         save_checkpoint(trained, tmp_path)
     assert names(tmp_path) == []
 
@@ -88,8 +87,7 @@ def test_a_checkpoint_that_cannot_be_read_is_replaced_but_not_removed(tmp_path, 
     path = save_checkpoint(trained, tmp_path)
     before = (tmp_path / META).read_text()
     (tmp_path / META).write_text("{")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(torch, "save", partial(_counted, [], 0, None))
+    with patch.object(torch, "save", side_effect=Killed), pytest.raises(Killed):
         save_checkpoint(trained, tmp_path)
     (tmp_path / META).write_text(before)
     assert load_checkpoint(trained, tmp_path) == trained.steps
@@ -105,10 +103,9 @@ def test_the_last_is_the_one_that_was_saved_last(tmp_path, trained):
         (tmp_path / folder).mkdir()
     for name in ("step-00000099/rest.pt", ".checkpoint.partial.json", *kept):
         (tmp_path / name).write_text("half")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):  # before it is written, as the disk may be full
-        patch.setattr(torch, "save", partial(_counted, [], 0, None))
+    with patch.object(torch, "save", side_effect=Killed), pytest.raises(Killed):
         save_checkpoint(trained, tmp_path)
-    assert "step-00000099" not in names(tmp_path)
+    assert "step-00000099" not in names(tmp_path)  # before another is written, as the disk may be full
     for trained.steps in (1, 4, 2, 2, 2):
         path = save_checkpoint(trained, tmp_path)
         assert load_checkpoint(trained, tmp_path) == trained.steps

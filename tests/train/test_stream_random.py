@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ def events(model: nn.Module, optimizer: Any, steps: list[dict[str, Any]], seed: 
 
 
 @contextmanager
-def delays(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[None]:
+def delays(seed: int) -> Iterator[None]:
     """Let the lanes' work begin late by chance, so that what does not wait for it goes wrong."""
     draw, active = random.Random(seed), Lane.active
 
@@ -148,18 +149,17 @@ def delays(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[None]:
                 torch.cuda._sleep(draw.randrange(5_000_000))
         return active(lane)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Lane, "active", late)
+    with patch.object(Lane, "active", late):
         yield
 
 
-def check(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def check(seed: int) -> None:
     trained, options, steps = drawn(seed)
     plain, model = trained["build"]().to(DEVICE), trained["build"]()
     in_pieces(layers_of(plain), options["micro_batch"])
     usual = trained["optimizer"](plain)
     expected = list(events(plain, usual, steps, seed))
-    with delays(monkeypatch, seed), streaming(model, trained["optimizer"](model), device=DEVICE, **options) as own:
+    with delays(seed), streaming(model, trained["optimizer"](model), device=DEVICE, **options) as own:
         for number, found in enumerate(events(*own, steps, seed)):
             assert found[0] == expected[number][0]
             rel = GPU * (1e-3 if "looks" in found[0] else 1e-4)
@@ -169,12 +169,12 @@ def check(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 
 @pytest.mark.skipif(GPU, reason="the GPU has its own")
 @pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 100))])
-def test_on_a_cpu(monkeypatch, seed):
-    check(monkeypatch, seed)
+def test_on_a_cpu(seed):
+    check(seed)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("seed", range(60))
-def test_on_a_gpu(monkeypatch, seed):
-    check(monkeypatch, seed)
+def test_on_a_gpu(seed):
+    check(seed)

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import product
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import stream_cases
@@ -314,14 +315,13 @@ def test_an_interrupt_before_an_update_leaves_no_stale_weights(monkeypatch):
         assert torch.equal(streamed.blocks[2](hidden), plain.blocks[2](hidden))
 
 
-def test_an_evaluation_sends_no_layer_twice(monkeypatch):
+def test_an_evaluation_sends_no_layer_twice():
     """Three layers in two slots: the second stays; the first and the third take turns in the other slot."""
-    copied, copy_in = [], Schedule._copy_in
     with streaming(blocks(layers=3)) as (streamed, _), torch.no_grad():
         model_loss(streamed, BATCHES[0])
-        monkeypatch.setattr(Schedule, "_copy_in", lambda *given: copied.append(given[1].index) or copy_in(*given))
-        model_loss(streamed, BATCHES[0])
-    assert copied == [2, 0]
+        with patch.object(Schedule, "_copy_in", autospec=True, side_effect=Schedule._copy_in) as copy_in:
+            model_loss(streamed, BATCHES[0])
+    assert [call.args[1].index for call in copy_in.call_args_list] == [2, 0]
 
 
 @contextmanager
@@ -349,16 +349,11 @@ def interrupted(at: int) -> Iterator[list[int]]:
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_while_an_input_leaves(monkeypatch):
+def test_an_interrupt_while_an_input_leaves():
     """It ends what makes the copy, and nothing is left whose end would fail."""
-
-    def interrupted(*given: Any) -> None:
-        raise KeyboardInterrupt
-
-    with streaming(qwen3(), choice=Choice(inputs="host")) as (model, _):
-        monkeypatch.setattr(activations, "pinned_zeros", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            model_loss(model, data()[0])
+    interrupt = patch.object(activations, "pinned_zeros", side_effect=KeyboardInterrupt)
+    with streaming(qwen3(), choice=Choice(inputs="host")) as (model, _), interrupt, pytest.raises(KeyboardInterrupt):
+        model_loss(model, data()[0])
 
 
 def interrupt_at(at: int, options: dict[str, Any]) -> int:
