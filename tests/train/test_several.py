@@ -40,7 +40,6 @@ def cases(size: int, folder: Path) -> Cases:
         "everything, untied": partial(agrees, ragged(3), DOUBLE, UNTIED, own=resident, **every),
         "fewer rows in a weight than ranks": partial(agrees, even(2), DOUBLE, {"head_dim": 4}, **plain),
         "a rank without a token that counts": partial(agrees, ignored, DOUBLE, {}, **plain),
-        "evaluation": evaluation,
         "gradients are reduced once": partial(reduced_once, size),
         "refused: batches": bad_batches,
     }
@@ -60,8 +59,8 @@ def cases(size: int, folder: Path) -> Cases:
 
 
 def agrees(data: list[dict], bound: dict[str, float], build: Any, own: dict | None = None, **options: Any) -> None:
-    """Compare losses, norms and tokens for each batch of `data`, then weights. build: a model, or changes of the tiny
-    one. own: options of fsdp only"""
+    """Compare losses, norms and tokens for each batch of `data`, then evaluations and weights. build: a model, or
+    changes of the tiny one. own: options of fsdp only"""
     build = partial(tiny, **build) if isinstance(build, dict) else build
     one, many = make_trainer(build(), "gpu", **options), make_trainer(build(), "fsdp", **{**options, **(own or {})})
     for batch in data:
@@ -69,20 +68,15 @@ def agrees(data: list[dict], bound: dict[str, float], build: Any, own: dict | No
         assert found.loss == pytest.approx(expected.loss, rel=2e-6)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=bound["norm"])
         assert (found.step, found.tokens) == (expected.step, expected.tokens)
+    for rows in (1, 2, 5):  # fewer rows than ranks, too
+        batch = {"input_ids": even(1)[0]["input_ids"][:rows]}
+        assert many.evaluate(batch) == pytest.approx(one.evaluate(batch), rel=2e-6)
     assert_same(weights(many), weights(one), rtol=bound["rel"], atol=bound["abs"])
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Whole copies."""
     return {n: p.full_tensor() if isinstance(p, DTensor) else p.clone() for n, p in trainer.model.named_parameters()}
-
-
-def evaluation() -> None:
-    one, many = (make_trainer(tiny(), m, optimizer=SGD, head="full", micro_batch=2) for m in ("gpu", "fsdp"))
-    for rows in (1, 2, 5):  # fewer rows than ranks, too
-        batch = {"input_ids": even(1)[0]["input_ids"][:rows]}
-        assert many.evaluate(batch) == pytest.approx(one.evaluate(batch), rel=2e-6)
-    assert_same(weights(many), weights(one))
 
 
 def reduced_once(size: int) -> None:
