@@ -1,5 +1,5 @@
-"""A streamed model under any loop, whatever of it is frozen, left out, dropped out or kept in 16 bits, has the bits of
-a plain PyTorch model, in float32 on a CPU."""
+"""A streamed model under any loop, whatever of it is frozen, left out, dropped out or kept in 16 bits, and whatever a
+loop looks at or changes in between, has the bits of a plain PyTorch model, in float32 on a CPU."""
 
 import math
 import threading
@@ -475,8 +475,6 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout in attention": case(partial(qwen3, attention_dropout=0.3), loss=two_forwards, **pieces(None)),
     "dropout, some rows at a time": case(dropping, **pieces(3)),
 }
-
-
 EVERYWHERE: dict[str, dict[str, Any]] = {  # wherever layers, state, gradients and inputs lie
     "a loss on the weights of embedding and head, computed before": case(llama, loss=penalised_before),
     "masters": masters(qwen3),
