@@ -72,8 +72,8 @@ def stream(
     Updates begin at `step()` and go on during the next forward. Results are those of plain PyTorch with each layer
     under `torch.utils.checkpoint`; in float32 on a CPU, bit for bit. Every backward sends the weights again, so prefer
     a large batch with `micro_batch` to accumulation. `p.grad` and the weights are complete whenever they are looked at.
-    Change weights in place under `torch.no_grad()`, not through `p.data`: outside the layers such a write may go
-    unnoticed, and in a streamed layer assigning `p.data` is refused.
+    Change weights in place under `torch.no_grad()`, not through `p.data`: such a write may go unnoticed outside the
+    layers, and in those that a plan keeps on the device; in a streamed layer assigning `p.data` is refused.
     Hooks see a layer as under checkpointing; a loss on tensors that they caught inside a layer has no gradient there.
 
     Raises `T1Error`, before anything is changed, for a bad argument, for an optimizer or a model that cannot stream,
