@@ -174,85 +174,53 @@ def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout,
     assert ran == ["factors", "a", "b"] and published(checkout) == [("a", 20.0), ("b", 40.0)]
 
 
+FACTORS, FOUND = "factors = [p.scale]", "found = p.scale"
+KIND = "class Kind:\n    def go(self):\n        return factors[0]\n"
+FUNCTION = "def make(value):\n    global found\n    found = value"
+
+
+@pytest.mark.parametrize("ids", [True, False])
 @pytest.mark.parametrize(
-    ("maker", "user"),
+    "cells",
     [
-        ("factors = [p.scale]", "%time found = factors[0]"),
-        ("factors = [p.scale]", "%%time\nfound = factors[0]"),
-        ("factors = [p.scale]", "found = %time factors[0]"),
-        ("factors = [p.scale]", "found = Kind().go()"),
-        ("factors = [p.scale]", "found = kind.go()"),
-        ("factors = [p.scale]", "found = ways['lambda']()"),
-        ("factors = [p.scale]", "found = ways['partial']()"),
-        ("factors = [p.scale]", "class A:\n    found = factors[0]\nfound = A.found"),
+        (FACTORS, "%time found = factors[0]"),
+        (FACTORS, "%%time\nfound = factors[0]"),
+        (FACTORS, "found = %time factors[0]"),
+        (FACTORS, "class A:\n    found = factors[0]\nfound = A.found"),
         ("def make(x):\n    return lambda: x\nfactor = make(p.scale)", "found = factor()"),
         ("factor = eval(f'lambda *, x={p.scale}: x')", "found = factor()"),
+        (f"{KIND}kind = Kind()", FACTORS, "found = kind.go()"),
+        (f"{KIND}class Way(Kind):\n    pass", FACTORS, "found = Way().go()"),
+        (f"{KIND}from functools import partial\nway = partial(Kind().go)", FACTORS, "found = way()"),
+        ("from functools import cache\nway = cache(lambda: factors[0])", FACTORS, "found = way.__wrapped__()"),
+        ("def wrap(inner):\n    return lambda: inner()\nway = wrap(lambda: factors[0])", FACTORS, "found = way()"),
+        ("def way(*, inner=lambda: factors[0]):\n    return inner()", FACTORS, "found = way()"),
+        ("ways = {'a': [(lambda: factors[0],)]}", FACTORS, "found = ways['a'][0][0]()"),
+        ("class Way:\n    go = property(lambda self: factors[0])", FACTORS, "found = Way().go"),
+        ("class Way:\n    @staticmethod\n    def go():\n        return factors[0]", FACTORS, "found = Way.go()"),
+        ("class Way:\n    pass\nway = Way()\nway.go = lambda: factors[0]", FACTORS, "found = way.go()"),
+        (FOUND, "if p.steps == 9:\n    found = 99"),
+        (FOUND, "for _ in range(p.steps - 3):\n    found = 99"),
+        (FOUND, "try:\n    found = 1 // (p.steps - 3)\nexcept ZeroDivisionError:\n    pass"),
+        (FOUND, "import contextlib\nwith contextlib.suppress(Exception):\n    found = 1 // 0"),
+        (FOUND, "found = found * 1"),
+        (FOUND, "for _ in range(2):\n    found *= 1"),
+        (FOUND, "def go():\n    return found\nfound = go() * 1"),
+        ("[found := p.scale for _ in range(2)]", ""),
+        (f"{FUNCTION}\nmake(p.scale)", ""),
+        ("exec('found = p.scale')", ""),
+        ("globals()['found'] = p.scale", ""),
     ],
 )
-def test_what_another_cell_uses_is_followed(checkout, kernel, maker, user):
-    kind = "class Kind:\n    def go(self):\n        return factors[0]\nkind = Kind()\n"
-    kind += "import functools\nways = {'lambda': lambda: factors[0], 'partial': functools.partial(kind.go)}"
-    kernel.cells = {"parameters": PARAMETERS, "setup": SETUP, "kind": kind, "maker": maker}
+def test_what_a_cell_uses_is_followed_whatever_way_it_is_made_and_used(checkout, kernel, cells, ids):
+    *way, maker, user = cells
+    kernel.cells = {"parameters": PARAMETERS, "setup": SETUP, "way": "".join(way), "maker": maker}
     kernel.cells["user"] = f"{user}\nrecords.put('a', '', {{'wall': found}})"
-    kernel.everything()
+    assert kernel.everything(ids) == ""
     assert published(checkout) == [("a", 0.5)]
     kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")
-    assert kernel.run("parameters", "maker", "finish").startswith("T1Error: cells to run again")
-    kernel.run("user", "finish")
-    assert published(checkout) == [("a", 2.0)]
-
-
-@pytest.mark.parametrize(
-    ("way", "use"),
-    [
-        ("import torch\n@torch.no_grad()\ndef way():\n    return factors[0]", "way()"),
-        ("from functools import cache\nway = cache(lambda: factors[0])", "way.__wrapped__()"),
-        ("def wrap(inner):\n    return lambda: inner()\nway = wrap(lambda: factors[0])", "way()"),
-        ("def way(*, inner=lambda: factors[0]):\n    return inner()", "way()"),
-        ("ways = {'a': [(lambda: factors[0],)]}", "ways['a'][0][0]()"),
-        ("class Way:\n    go = property(lambda self: factors[0])", "Way().go"),
-        ("class Way:\n    @staticmethod\n    def go():\n        return factors[0]", "Way.go()"),
-        ("class Base:\n    def go(self):\n        return factors[0]\nclass Way(Base):\n    pass", "Way().go()"),
-        ("class Way:\n    pass\nway = Way()\nway.go = lambda: factors[0]", "way.go()"),
-    ],
-)
-def test_a_function_within_what_a_cell_uses_is_followed(checkout, kernel, way, use):
-    kernel.cells = {"parameters": PARAMETERS, "setup": SETUP, "way": way, "maker": "factors = [p.scale]"}
-    kernel.cells["user"] = f"records.put('a', '', {{'wall': {use}}})"
-    kernel.everything()
-    kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")
-    assert kernel.run("parameters", "maker", "finish").startswith("T1Error: cells to run again")
-    kernel.run("user", "finish")
-    assert published(checkout) == [("a", 2.0)]
-
-
-FUNCTION = "def make(value):\n    global factor\n    factor = value"
-
-
-@pytest.mark.parametrize(
-    ("first", "user", "expected"),
-    [
-        ("factor = p.scale", "if p.steps == 9:\n    factor = 99", 2.0),
-        ("factor = p.scale", "for _ in range(p.steps - 3):\n    factor = 99", 2.0),
-        ("factor = p.scale", "try:\n    factor = 1 // (p.steps - 3)\nexcept ZeroDivisionError:\n    pass", 2.0),
-        ("factor = p.scale", "import contextlib\nwith contextlib.suppress(Exception):\n    factor = 1 // 0", 2.0),
-        ("factor = p.scale", "factor = factor + 1", 3.0),
-        ("factor = p.scale", "for step in range(2):\n    factor += step", 3.0),
-        ("factor = p.scale", "def go():\n    return factor\nfactor = go() + 1", 3.0),
-        ("[factor := p.scale for _ in range(2)]", "", 2.0),
-        (f"{FUNCTION}\nmake(p.scale)", "", 2.0),
-        ("exec('factor = p.scale')", "", 2.0),
-        ("globals()['factor'] = p.scale", "", 2.0),
-    ],
-)
-@pytest.mark.parametrize("ids", [True, False])
-def test_a_variable_is_followed_whatever_way_it_is_assigned_or_may_be(checkout, kernel, first, user, expected, ids):
-    kernel.cells = {"parameters": PARAMETERS, "setup": SETUP, "first": first}
-    kernel.cells["user"] = f"{user}\nrecords.put('a', '', {{'wall': factor}})"
-    assert kernel.everything(ids) == ""
-    kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")
-    assert kernel.run("parameters", "first", "finish", ids=ids).startswith("T1Error: cells to run again")
-    assert kernel.run("user", "finish", ids=ids) == "" and published(checkout) == [("a", expected)]
+    assert kernel.run("parameters", "maker", "finish", ids=ids).startswith("T1Error: cells to run again")
+    assert kernel.run("user", "finish", ids=ids) == "" and published(checkout) == [("a", 2.0)]
 
 
 def test_a_cell_that_may_assign_a_variable_is_run_again_by_itself_as_long_as_it_has_not(checkout, kernel):
