@@ -120,7 +120,7 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "deno", "--profile", "smoke"], "unknown experiment 'deno'; allowed: demo, other. Did you mean"),
+        (["run", "deno", "--profile", "smoke"], "unknown experiment 'deno'; allowed: demo, other, twice. Did"),
         (["run", "--profile", "laptop"], "unknown profile 'laptop'; allowed: h200, smoke, auto."),
         (["run", "other", "--profile", "smoke", "-p", "steps", "1"], "unknown parameter 'steps'; allowed: profile."),
         (["run", "demo", "--profile", "h200"], "profile 'h200' is for a GPU, and there is no CUDA device here"),
@@ -129,23 +129,18 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
         (["report", "--profile", "smoke"], "no finished run in outputs/smoke"),
         (["run", "-p", "steps"], "argument -p: expected 2 arguments"),
         (["run", "demo", "-p", "steps", "1", "-p", "steps", "2"], "-p steps is given twice"),
+        (["run", "twice", "--profile", "smoke"], "has two cells that are the same (`run.number("),
     ],
 )
 def test_bad_input_is_one_error_before_anything_runs(checkout, bad_command, monkeypatch, arguments, message):
     monkeypatch.setattr("t1lib.measure.manifest._gpu", dict)
     checkout.add("demo")
     checkout.add("other", parameters='profile: str = "smoke"', yaml="")
+    checkout.add("twice", *["run.number('twice.n', 1)"] * 2)  # headless, the second would replace what the first made
     checkout.params("demo", "profile: h200\n", "h200")
     before = dict(os.environ)
     bad_command(message, *arguments)
     assert os.environ == before  # kernels of later runs inherit it
-    assert not list(checkout.root.glob("outputs/*/*"))
-
-
-def test_two_cells_that_are_the_same_are_refused_before_anything_runs(checkout, bad_command):
-    """Headless, the second would replace what the first one made."""
-    checkout.add("demo", "n = 1", "run.number(f'demo.n{n}', n); n += 1", "run.number(f'demo.n{n}', n); n += 1")
-    bad_command("has two cells that are the same (`run.number(", "run", "demo", "--profile", "smoke")
     assert not list(checkout.root.glob("outputs/*/*"))
 
 
