@@ -76,7 +76,6 @@ def test_of_equal_texts_one_is_taken(tmp_path):
     texts, copies = read_texts(tmp_path)
     assert sorted(texts.values()) == ["another", "one text"] and copies == 2
     assert read_texts(tmp_path, 7) == ({"other.txt": "another"}, 0)  # of what is beyond the limit none is a copy
-    assert read_texts(tmp_path, 7) == ({"other.txt": "another"}, 0)  # of what is beyond the limit none is a copy
 
 
 def test_what_cannot_be_read_is_named_with_the_reason(tmp_path, monkeypatch):
