@@ -10,7 +10,7 @@ from copies import names
 from refusals import refused
 
 from t1lib.errors import T1Error
-from t1lib.files import cache_folder, read_signed, signed, whole, write_signed
+from t1lib.files import cache_folder, read_signed, recover, signed, whole, write_signed
 
 
 def test_a_file_or_folder_is_as_it_was_until_the_new_one_is_whole(tmp_path):
@@ -30,7 +30,8 @@ def test_a_file_or_folder_is_as_it_was_until_the_new_one_is_whole(tmp_path):
         assert names(model) == [content] and names(tmp_path) == [own.name, "a.json", "model"]
 
 
-def test_a_folder_is_whole_if_it_cannot_be_replaced_or_the_process_is_killed_meanwhile(tmp_path, monkeypatch):
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_folder_is_whole_if_it_cannot_be_replaced_or_the_process_is_killed_meanwhile(tmp_path, monkeypatch, linked):
     model, unlink, calls = tmp_path / "model", os.unlink, []
 
     def killed(*arguments, **options):
@@ -39,24 +40,33 @@ def test_a_folder_is_whole_if_it_cannot_be_replaced_or_the_process_is_killed_mea
         unlink(*arguments, **options)  # or raises: not all that is removed is there
         calls.append(1)
 
-    def written():
+    def written(*files):
         with whole(model) as partial:
             partial.mkdir()
-            for name in "ab":
+            for name in files:
                 (partial / name).touch()
 
-    written()
-    with monkeypatch.context() as patch, pytest.raises(T1Error, match=r"model: is open$"):
-        refusing = [DEFAULT, OSError(13, "is open"), DEFAULT]  # as Windows does
-        patch.setattr(os, "replace", Mock(wraps=os.replace, side_effect=refusing))
-        written()
-    assert names(model) == ["a", "b"] and names(tmp_path) == ["model"]
+    written("a", "b")
+    if linked:
+        model.symlink_to(model.rename(tmp_path / "elsewhere"))
+    refused_by_windows = [DEFAULT, OSError(13, "is open"), DEFAULT]
+    for ends, error in (
+        ([KeyboardInterrupt, DEFAULT], KeyboardInterrupt),
+        (refused_by_windows, T1Error),
+        ([DEFAULT, SystemExit, SystemExit], SystemExit),  # killed: the second one cannot clean up, either
+    ):
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(os, "replace", Mock(wraps=os.replace, side_effect=ends))
+            written("new")
+        if error is SystemExit:
+            recover(model)
+        assert names(model) == ["a", "b"] and names(tmp_path) == ["elsewhere", "model"][not linked :]
     with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
         patch.setattr(os, "unlink", killed)
-        written()
+        written("a", "b")
     assert names(model) == ["a", "b"] and len(calls) == 1
-    written()
-    assert names(model) == ["a", "b"] and names(tmp_path) == ["model"]
+    written("new")
+    assert names(model) == ["new"]
 
 
 def test_a_file_with_its_checksum_is_as_it_was_written_or_refused(tmp_path):
