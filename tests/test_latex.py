@@ -94,14 +94,14 @@ def test_a_run_that_is_published_meanwhile_is_not_said_to_be_the_reports(outputs
     assert (folder / "t1m3.pdf").read_bytes() == b"old" and "report" not in manifest.read(folder / "t1m3")
 
 
-def test_what_a_report_is_made_of_is_its_sources_and_runs_alone(outputs, monkeypatch):
-    """Not what is left in report/ where somebody ran TeX by hand, beside copies of other runs' files."""
+def test_a_report_is_made_of_its_sources_and_runs_alone_and_listed_once_they_are_others(outputs, monkeypatch, command):
+    """Not of what is left in report/ where somebody ran TeX by hand, beside copies of other runs' files."""
     folder, made = outputs("t1m3"), []
-    sources = folder.parent.parent / "report"
+    root, run = folder.parent.parent, folder / "t1m3"
     left = ("convergence-numbers.tex", "figures/convergence-fig1_loss.pdf", "tables/old.tex", "t1m3.log", "t1m3.pdf")
-    for name in left:
-        (sources / name).parent.mkdir(exist_ok=True)
-        (sources / name).write_text("left")
+    for path in (root / "report" / name for name in left):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("left")
 
     def compile_nothing(place: Path, report: str, _: str) -> None:
         made.extend(path.relative_to(place).as_posix() for path in place.rglob("*"))
@@ -113,26 +113,17 @@ def test_what_a_report_is_made_of_is_its_sources_and_runs_alone(outputs, monkeyp
     assert {"t1m3.tex", "t1.bib", "numbers.tex", "context.tex"} <= {*made}
     assert not {*left} & {*made}
     for name in left:  # removed, as by who ran it
-        (sources / name).unlink()
-    assert manifest.other_pdf(folder / "t1m3") is None
-
-
-def test_a_pdf_that_was_built_from_other_files_is_listed_until_it_is_built_again(outputs, monkeypatch, command):
-    folder = outputs("t1m3")
-    root, run = folder.parent.parent, folder / "t1m3"
-    monkeypatch.setattr(shutil, "which", str)
-    monkeypatch.setattr(latex, "_compile", lambda place, report, _: (place / f"{report}.pdf").touch())
+        (root / "report" / name).unlink()
     names = ["report/t1m3.tex", "report/t1.sty", "report/t1.bib"]
     names += [f"outputs/smoke/{name}" for name in ("t1m3/tables/table1.tex", "convergence/numbers.tex")]
     for name in names:  # of which the last was not there
-        latex.build("smoke")
         (root / "report" / "t1m1.tex").write_text("another report")
         assert manifest.other_pdf(run) is None
         (root / name).parent.mkdir(exist_ok=True)
         with (root / name).open("a") as file:
             file.write("% more")
         assert f"; t1m3.pdf was built from another {name}\n" in command("list")
-    latex.build("smoke")
+        latex.build("smoke")
     manifest.replace_drawn(shutil.copytree(run, root / "drawn"), run, manifest.read(run)["made_of"])
     assert manifest.other_pdf(run) == "t1m3.pdf was not built from this run"
 
