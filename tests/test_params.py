@@ -74,10 +74,8 @@ def test_defaults_then_profile_then_command_line_in_the_declared_type(checkout):
     [
         ("stpes: 5", ["params/smoke/demo.yaml", "'stpes'", "allowed: profile, steps, rate", "mean 'steps'"]),
         ("steps: 1.0", ["'steps' is 1.0; it should be a valid integer"]),
-        ("steps: 1:30", ["'steps' is '1:30'; it should be a valid integer"]),
         ("steps: 010", ["'steps' is '010'; it should be a valid integer"]),
-        ("steps: 1__0", ["'steps' is '1__0'; it should be a valid integer"]),
-        *((f"steps: !!int {text}", [f"'{text}' is not a number"]) for text in ("010", "1:30", "1__0")),
+        ("steps: !!int 010", ["'010' is not a number"]),
         ("profile: 2024-01-01", ["2024, 1, 1", "string"]),
         ("- steps", ["not flat"]),
         *((f"steps: {text}", ["cannot read params/smoke/demo.yaml"]) for text in ("[", *UNREADABLE)),
