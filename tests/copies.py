@@ -1,6 +1,7 @@
-"""Copies of this checkout, Python in a process of its own, waiting, and a disk that is full."""
+"""This checkout and copies of it, Python in a process of its own, waiting, and a disk that is full."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,12 @@ def copy_kit(root: Path, *more: str, source: Path = CHECKOUT) -> Path:
         hidden = shutil.ignore_patterns(".ipynb_checkpoints")
         shutil.copytree(source / name, root / name, dirs_exist_ok=True, ignore=hidden)
     return root
+
+
+def drawn(notebook: str, kind: str) -> list[str]:
+    """The names of the figures or tables, as `kind` says, that a notebook makes, in its order."""
+    text = (CHECKOUT / "notebooks" / f"{notebook}.ipynb").read_text(encoding="utf-8")
+    return re.findall(rf'run\.{kind}\(\\"(\w+)\\"', text)
 
 
 def python(*arguments: str | Path, cwd: Path, code: int = 0, **environment: str) -> str:

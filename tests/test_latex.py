@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from copies import CHECKOUT, copy_kit
+from copies import CHECKOUT, copy_kit, drawn
 from refusals import refused
 
 from t1lib.errors import UnavailableError
@@ -151,15 +151,11 @@ def test_no_number_is_typed_by_hand_and_figures_and_tables_are_those_of_the_note
     assert typed_numbers(source + r"takes \result{t1m1.own.slide_over_gpu} times (D3)") == []
     assert typed_numbers(source + r"or 4.2 times \cite{t1m1}") != []
     for kind in ("figure", "table"):
-        made = {}  # the figures or tables that a notebook makes, in its order
-        for name in (*latex.REPORTS, *latex.BOTH):
-            notebook = (CHECKOUT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8")
-            made[name] = re.findall(rf'run\.(?:{kind}|draw)\(\\"(\w+)\\"', notebook)
         found = re.findall(rf"\\output{kind}(?:\[.*?\])?\{{([\w-]+)\}}", source)
         if report == "training":  # of several experiments, and some of what they make
-            assert found and set(found) <= {f"{of}-{n}" for of in latex.BOTH for n in made[of]}
+            assert found and set(found) <= {f"{of}-{name}" for of in latex.BOTH for name in drawn(of, kind)}
         else:
-            assert found == made[report]
+            assert found == drawn(report, kind)
 
 
 WORDS = "a long sentence about what was measured, where and why, which no line of a table can hold"

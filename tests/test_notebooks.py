@@ -7,7 +7,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from copies import CHECKOUT, copy_kit, python
+from copies import CHECKOUT, copy_kit, drawn, python
 from nbclient import NotebookClient
 
 from t1lib import params, paths
@@ -20,7 +20,6 @@ NOTEBOOKS = sorted(path.stem for path in (CHECKOUT / "notebooks").glob("*.ipynb"
 EXPERIMENTS = [name for name in NOTEBOOKS if name != "start"]  # that one is a tour, and records nothing
 PROFILES = sorted(path.name for path in (CHECKOUT / "params").iterdir() if path.is_dir())
 FILES = {"executed.ipynb", "samples.csv", "numbers.json", "numbers.tex"}
-FIGURE, TABLE = re.compile(r'run\.(?:draw|figure)\("(\w+)"'), re.compile(r'run\.table\("(\w+)"')
 
 
 def read(path: Path) -> dict:
@@ -33,10 +32,6 @@ def notebook(name: str) -> nbformat.NotebookNode:
 
 def code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
-def made(name: str, kind: re.Pattern[str]) -> list[str]:
-    return [found for cell in code(notebook(name)) for found in kind.findall(cell.source)]
 
 
 @pytest.fixture(autouse=True)
@@ -86,8 +81,8 @@ def test_numbers_are_those_that_texts_quote(name):
 
 def test_a_run_leaves_every_file_and_shows_figures_in_the_cells_that_draw_them(finished):
     name = finished.name
-    figures = [f"figures/{figure}.{kind}" for figure in made(name, FIGURE) for kind in ("pdf", "png")]
-    made_by_cells = [*figures, *(f"tables/{table}.tex" for table in made(name, TABLE))]
+    figures = [f"figures/{figure}.{kind}" for figure in drawn(name, "figure") for kind in ("pdf", "png")]
+    made_by_cells = [*figures, *(f"tables/{table}.tex" for table in drawn(name, "table"))]
     assert figures and len(set(made_by_cells)) == len(made_by_cells), "two cells make the same figure or table"
     content = manifest.read(finished)
     assert set(content["files"]) == FILES | set(made_by_cells)
@@ -102,8 +97,8 @@ def test_a_run_leaves_every_file_and_shows_figures_in_the_cells_that_draw_them(f
         kinds = [(output["output_type"], output.get("name")) for output in cell["outputs"]]
         assert ("error", None) not in kinds and ("stream", "stderr") not in kinds, (cell["id"], cell["outputs"])
         shown = sum("image/png" in output.get("data", {}) for output in cell["outputs"])
-        drawn = FIGURE.findall(cell.source)
-        assert shown == len(drawn) or not drawn, (cell["id"], kinds, cell["outputs"][-1:])
+        made = cell.source.count("run.figure(")
+        assert shown == made or not made, (cell["id"], kinds, cell["outputs"][-1:])
 
 
 def test_a_finished_run_is_drawn_again_without_a_change(finished, tmp_path, monkeypatch):

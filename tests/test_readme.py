@@ -5,7 +5,7 @@ import re
 import shlex
 
 import pytest
-from copies import CHECKOUT, python
+from copies import CHECKOUT, drawn, python
 
 from t1lib.claims import PAGE, read_claims
 
@@ -84,11 +84,11 @@ def test_what_is_said_of_others_stands_in_docs(row):
 def test_what_the_map_points_at_is_there(row):
     """The file, and in it a function or class, or a notebook's figure, of each name."""
     path, kinds = CHECKOUT / row[1].strip("`"), (ast.FunctionDef, ast.ClassDef)
-    text = path.read_text("utf-8")
     if path.suffix == ".ipynb":
-        defined = set(re.findall(r'run\.figure\(\\"(\w+)\\"', text))
+        defined = {*drawn(path.stem, "figure")}
     else:
-        defined = {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)}
+        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+        defined = {node.name for node in nodes if isinstance(node, kinds)}
     assert set(re.findall(r"`(\w+)`", row[2])) <= defined
 
 
