@@ -33,17 +33,21 @@ class Checkout:
         (root / "params" / "smoke").mkdir(parents=True)
 
     def add(self, name: str, *cells: str, parameters: str = PARAMETERS, yaml: str = "steps: 2\n") -> Path:
-        """Write a notebook: parameters, start, `cells` (by default one that measures), finish."""
+        """Write a notebook: parameters, start, `cells` (by default one that measures), finish; and what smoke sets."""
+        self.params(name, yaml)
+        sources = [parameters, START.format(name=name), *(cells or (MEASURE,)), "run.finish()"]
+        return self.save(name, {f"cell{number}": source for number, source in enumerate(sources)})
+
+    def save(self, name: str, cells: dict[str, str]) -> Path:
+        """Write a notebook's file with these cells, by their ids, as JupyterLab does. The first one has parameters."""
         from nbformat import v4  # here: the tests of heads and training need no notebooks
 
-        sources = [START.format(name=name), *(cells or (MEASURE,)), "run.finish()"]
-        first = v4.new_code_cell(parameters, id="parameters", metadata={"tags": ["parameters"]})
-        notebook = v4.new_notebook(cells=[first, *map(v4.new_code_cell, sources)])
+        notebook = v4.new_notebook(cells=[v4.new_code_cell(source, id=key) for key, source in cells.items()])
+        notebook.cells[0].metadata["tags"] = ["parameters"]
         notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
         notebook.metadata |= {"language_info": {"name": "python"}, "t1": {"title": f"About {name}"}}
         path = self.root / "notebooks" / f"{name}.ipynb"
         path.write_text(json.dumps(notebook))
-        self.params(name, yaml)
         return path
 
     def finish(self, folder: Path, name: str = "demo") -> None:

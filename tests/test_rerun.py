@@ -5,7 +5,6 @@ import re
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
-from nbformat import v4
 
 from t1lib import params
 from t1lib.measure import manifest
@@ -269,11 +268,8 @@ def test_an_array_in_a_parameters_variable_is_refused(checkout, kernel, made):
 
 
 def save(checkout, cells: dict[str, str]) -> None:
-    """The notebook's file has these cells, an empty one and the last, by their ids, as JupyterLab saves it."""
-    saved = {**cells, "empty": " ", "finish": "run.finish()"}
-    notebook = v4.new_notebook(cells=[v4.new_code_cell(source, id=name) for name, source in saved.items()])
-    notebook.cells[0].metadata["tags"] = ["parameters"]
-    (checkout.root / "notebooks" / "demo.ipynb").write_text(json.dumps(notebook))
+    """The notebook's file has these cells, an empty one and the last."""
+    checkout.save("demo", {**cells, "empty": " ", "finish": "run.finish()"})
 
 
 def test_a_cell_sees_what_those_above_it_recorded_and_all_may_run_again(checkout, kernel):
@@ -311,7 +307,6 @@ def test_what_was_drawn_of_all_records_is_drawn_again_once_there_are_others(chec
     ("name", "make"),
     [
         ("figures/a", "from matplotlib.figure import Figure\n_ = run.figure('a', Figure())"),
-        ("tables/a", "_ = run.table('a', [])"),
         ("demo.a", "run.number('demo.a', 1)"),
     ],
 )
@@ -428,11 +423,9 @@ def test_what_was_made_before_an_attempt_that_failed_is_gone(checkout, kernel):
         *(f"run.figure({name!r}, None)" for name in ("../x", "", "a b", "a\\b", "a.b", 3)),
         *(f"run.table({name!r}, [])" for name in ("../x", "", "a/b")),
         *(f"run.number({name!r}, 1)" for name in ("../x", "", "a b", 3)),
-        "run.number('demo.n', __import__('decimal').Decimal(1))",
         "run.number('demo.n', 1j)",
         "run.number('demo.n', __import__('numpy').ones(2))",
         "run.number('demo.n', __import__('torch').ones(2))",
-        "run.number('demo.n', [1])",
         "run.number('demo.n', 1, unit=None)",
     ],
 )
