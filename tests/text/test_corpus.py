@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -80,28 +81,20 @@ def test_of_equal_texts_one_is_taken(tmp_path):
 
 def test_what_cannot_be_read_is_named_with_the_reason(tmp_path, monkeypatch):
     """Of a file whose beginning is not text no more is read."""
-    (tmp_path / "deep").mkdir()
-    for name in ("a.txt", "deep/b.txt"):
-        (tmp_path / name).write_text(name)
+    file, deep = tmp_path / "a.txt", tmp_path / "deep"
+    denied = Mock(side_effect=PermissionError(13, "Permission denied", str(deep)))
     (tmp_path / "model.safetensors").write_bytes(b"a\0" + b"b" * 99)
-
-    def denied(call):
-        def checked(path, **options):
-            if Path(path).name == closed:
-                raise PermissionError(13, "Permission denied", str(path))
-            return call(path, **options)
-
-        return checked
-
-    monkeypatch.setattr(os, "scandir", denied(os.scandir))
-    monkeypatch.setattr(Path, "read_text", denied(Path.read_text))
-    closed = "model.safetensors"
-    assert len(texts_of(tmp_path)) == 2
-    for closed, source in (("deep", tmp_path), ("a.txt", tmp_path), ("a.txt", tmp_path / "a.txt")):
-        refused(lambda source=source: texts_of(source), f"cannot read {tmp_path / closed}: Permission denied")
-    (tmp_path / "a.txt").unlink()
-    (tmp_path / "a.txt").symlink_to("nowhere")
-    refused(lambda: texts_of(tmp_path), f"cannot read {tmp_path / 'a.txt'}: No such file")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", denied)
+        refused(lambda: texts_of(tmp_path), "corpus is empty")
+        file.write_text("text")
+        for source in (tmp_path, file):
+            refused(lambda source=source: texts_of(source), f"cannot read {file}: Permission denied")
+        patch.setattr(os, "scandir", denied)
+        refused(lambda: texts_of(tmp_path), f"cannot read {deep}: Permission denied")
+    file.unlink()
+    file.symlink_to("nowhere")
+    refused(lambda: texts_of(tmp_path), f"cannot read {file}: No such file")
 
 
 def test_the_hash_is_of_names_and_texts_in_any_order():
