@@ -133,13 +133,6 @@ def test_a_run_keeps_its_length_and_warmup_unless_told(tmp_path, command, refuse
     assert (options["steps"], options["warmup"], options["schedule"]) == (8, 1, "cosine")
 
 
-def test_a_trainer_that_is_refused_for_another_process_changes_nothing(a_run, refused):
-    before = content(a_run)
-    with locked(a_run / ".lock", ""):
-        refused("another process trains in", a_run, "--steps", "40", "--schedule", "constant", "--resume")
-    assert content(a_run) == before
-
-
 SLOW = "import time\nprint('now', flush=True)\ntry: time.sleep(60)\nexcept BaseException: time.sleep(60)"
 
 
@@ -258,9 +251,13 @@ def test_a_model_or_settings_that_cannot_be_written_leave_what_was(a_run, refuse
 
 
 def test_a_run_that_cannot_go_on_is_one_error(a_run, monkeypatch, refused):
-    """Its settings are spoilt, of another version, or gone, or its device or its text's tokenizer is."""
-    file = a_run / "run.json"
+    """Another process trains in it, its settings are spoilt, of another version, or gone, or its device or its text's
+    tokenizer is."""
+    file, before = a_run / "run.json", content(a_run)
     whole = read_signed(file)
+    with locked(a_run / ".lock", ""):
+        refused("another process trains in", a_run, "--steps", "40", "--schedule", "constant", "--resume")
+    assert content(a_run) == before
     file.write_text(file.read_text().replace('"lr": ', '"lr": 1'))
     for more in ([], ["--schedule", "constant", "--steps", "2"]):
         refused(f"{file} is damaged", a_run, *more, command=AGAIN)
