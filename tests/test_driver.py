@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from t1lib.files import locked, write_signed
 from t1lib.measure import manifest
 
 MEASURE = "for step in range(steps):\n    run.records.put('slide', '', {'wall_ms': step}, step)\n"
+FULL = OSError(errno.ENOSPC, "No space left on device")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of papermill's and jupyter's own dependencies
 
 
@@ -65,7 +67,7 @@ def test_only_what_changed_or_is_forced_is_run_again(checkout, run, command, mon
 
     def fills_the_disk(notebook, executed, *more, **options):
         executed.write_text('{"cells": [')
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise FULL
 
     monkeypatch.setattr("papermill.execute_notebook", fills_the_disk)
     assert "OSError: [Errno 28] No space left on device" in run("second", "--force", code=1)
@@ -106,12 +108,9 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
         executed.write_bytes(b"{}")
         write_signed(executed.with_name("manifest.json"), {"files": {}})
 
-    def full(*content, **options):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr("papermill.execute_notebook", ends)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
+        patch.setattr(Path, "write_text", Mock(side_effect=FULL))
         assert run(code=1).count("/executed.ipynb: No space left on device\n") == 3
     monkeypatch.setattr("papermill.execute_notebook", lambda *_, **__: None)
     assert "error: bad [smoke] the notebook ended without run.finish()" in run("bad", code=1)
@@ -124,7 +123,6 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
         (["run", "--profile", "laptop"], "unknown profile 'laptop'; allowed: h200, smoke, auto."),
         (["run", "other", "--profile", "smoke", "-p", "steps", "1"], "unknown parameter 'steps'; allowed: profile."),
         (["run", "demo", "--profile", "h200"], "profile 'h200' is for a GPU, and there is no CUDA device here"),
-        (["run", "--profile", "smoke", "-p", "steps", "many"], "-p: 'steps' is 'many'; it should be a valid integer"),
         (["run", "--profile", "smoke", "-p", "profile", "9" * 999], "-p: 'profile' is '999"),
         (["report", "--profile", "smoke"], "no finished run in outputs/smoke"),
         (["run", "-p", "steps"], "argument -p: expected 2 arguments"),

@@ -82,10 +82,7 @@ def test_a_file_with_its_checksum_is_as_it_was_written_or_refused(tmp_path):
 
 
 def test_the_cache_needs_a_home_only_if_nothing_else_names_it(monkeypatch, tmp_path):
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
     for name in ("T1_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     refused(cache_folder, "this user has no home folder to keep a cache in; name one in T1_CACHE")
