@@ -62,13 +62,9 @@ def test_meaning_is_the_same_in_every_version_of_python():
 @pytest.mark.parametrize("edited", ["kit_of_a_test.a", "kit_of_a_test.deep.b"])
 def test_loaded_are_modules_that_were_imported_and_all_while_one_is_half_edited(tmp_path, monkeypatch, edited):
     root = tmp_path / "kit_of_a_test"
-    texts = {
-        "__init__": "",
-        "a": "def f():\n    from kit_of_a_test.deep import b",
-        "deep.__init__": "",
-        "deep.b": "x = 1",
-    }
-    for name, text in {**texts, "other": ""}.items():
+    texts = dict.fromkeys(("__init__", "deep.__init__", "other"), "")
+    texts |= {"a": "def f():\n    from kit_of_a_test.deep.b import x", "deep.b": "x = 1"}
+    for name, text in texts.items():
         path = root.joinpath(*name.split(".")).with_suffix(".py")
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
