@@ -194,28 +194,32 @@ def test_settings_of_t1m1(setting, optimizer, mode, choice, ms, allocated, reser
 
 
 def test_points_of_frontier():
-    """Against the committed run. At most a process that ran other lengths and heads before reserves 15 % more."""
+    """Against the committed run. At most a process that ran other lengths and heads before reserves 15 % more. Times
+    are those of long rows: short ones wait for launches, which take twice as long on some hosts."""
     frame = Records.load(FRONTIER / "samples.csv").frame()
     asked = json.loads((FRONTIER / "manifest.json").read_text(encoding="utf-8"))["parameters"]
     facts = frame[frame["phase"] == "facts"].set_index("metric")["value"]
     vram = (float(facts["vram_gib"]) - float(facts["context_gib"])) * GIB  # no more than that is reserved
     keys = {"index": ["variant", "phase"], "columns": "metric", "values": "value"}
     measured = numeric(frame).pivot_table(**keys, aggfunc="median", sort=False).dropna(subset=["wall_ms"])
-    found, most = [], []
+    found, most, times = [], [], []
     for (variant, phase), point in measured.iterrows():
         model, mode, head = variant.split("/")
-        setting = Setting(model, 1, int(phase.removeprefix("seq/")), optimizer=OptimizerSpec("adamw"))
+        tokens = int(phase.removeprefix("seq/"))
+        setting = Setting(model, 1, tokens, optimizer=OptimizerSpec("adamw"))
         setting = replace(setting, together=False, changes={"max_position_embeddings": max(asked["lengths"])})
         p = predict_point(setting, mode, head, H200, LEAN)
-        found.append((p.allocated / GIB / point["allocated_gib"], min(p.reserved, vram) / GIB / point["reserved_gib"],
-                      p.ms / point["wall_ms"]))  # fmt: skip
+        found.append((p.allocated / GIB / point["allocated_gib"], min(p.reserved, vram) / GIB / point["reserved_gib"]))
+        if tokens > 4096:
+            times.append(p.ms / point["wall_ms"])
         if mode == "slide":
             work = in_mode(work_for(setting), mode, head)
             reserved = reserved_bytes(work, device_bytes(work, LEAN), LEAN, most=True)
             most.append(reserved / GIB / point["reserved_gib"])
-    allocated, reserved, time = np.abs(np.array(found) - 1).T
+    allocated, reserved = np.abs(np.array(found) - 1).T
     assert len(found) > 20 and (allocated <= 0.05).mean() >= 0.9 and allocated.max() <= 0.06
-    assert (reserved <= 0.10).mean() >= 0.9 and reserved.max() <= 0.21 and (time <= 0.20).mean() >= 0.8
+    assert (reserved <= 0.10).mean() >= 0.9 and reserved.max() <= 0.21
+    assert len(times) > 12 and min(times) > 0.8 and max(times) < 1.2
     assert len(most) > 10 and min(most) >= 0.87 and 1 < np.mean(most) < 1.15
 
 
