@@ -7,6 +7,7 @@ import pickle
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import MethodType
 
 import pytest
 import torch
@@ -159,6 +160,15 @@ def test_what_wraps_the_patched_forward_stays():
     ours.forward = functools.wraps(patched)(lambda *args, **kwargs: calls.append(1) or patched(*args, **kwargs))
     assert unpatch_head(ours)(**batch()).logits is not None and calls
     compare(own, patch_head(ours, **CHUNKED), **batch())
+
+
+def test_accelerate_takes_its_own_wrapper_off_alone():
+    accelerate = pytest.importorskip("accelerate")
+    ours = patch_head(build("Llama"), **CHUNKED)
+    ours._original_forward = ours.forward  # as in `Accelerator.prepare`
+    ours.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(ours.forward.__func__), ours)
+    accelerate.utils.extract_model_from_parallel(ours, keep_fp32_wrapper=False)
+    assert ours(**batch()).logits is None
 
 
 def test_compiled_code_of_a_plain_call_is_not_taken_for_a_patched_one():

@@ -248,12 +248,20 @@ def change_everything(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]
     return late
 
 
+def change_head(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> Tensor:
+    """By a step, after a forward of the head alone."""
+    late = model.head(torch.ones(4, 32, requires_grad=True)).square().sum()
+    train(model, optimizer, data()[1:2])
+    return late
+
+
 CHANGED = ("head.weight", "blocks.0.up.weight", "blocks.3.qkv.weight")
 CHANGES: dict[str, Callable[..., Tensor]] = {
     "a mask": change_mask,
     "hidden states": change_hidden,
     **{name: partial(change_weight, name) for name in CHANGED},
     "everything": change_everything,
+    "the head": change_head,
 }
 
 
