@@ -77,6 +77,13 @@ def test_frozen_layers_need_no_state_no_gradients_and_no_updates():
     assert host_bytes(some, Choice()) == WORK.layer * (28 * 2 + 18 * 12)
 
 
+def test_the_host_holds_what_a_choice_places_there():
+    """Beside streamed layers: the layers' inputs; weights and state of embedding and head."""
+    inputs, outer = (host_bytes(WORK, choice) for choice in (Choice(inputs="host"), Choice(outer="host")))
+    assert inputs - host_bytes(WORK, Choice()) == 28 * 16384 * 2048 * 2
+    assert outer - host_bytes(WORK, Choice()) >= WORK.outer * WORK.state
+
+
 def test_what_is_trained_and_what_streams_follow_from_the_parameters():
     model = build_model("tiny")
     buffers, table = sum(buffer.nbytes for buffer in model.buffers()), model.model.embed_tokens.weight
