@@ -195,7 +195,7 @@ def test_settings_of_t1m1(setting, optimizer, mode, choice, ms, allocated, reser
 
 def test_points_of_frontier():
     """Against the committed run. At most a process that ran other lengths and heads before reserves 15 % more. Times
-    are those of long rows: short ones wait for launches, which take twice as long on some hosts."""
+    are those of long rows: short ones wait for the host, which may take twice as long."""
     frame = Records.load(FRONTIER / "samples.csv").frame()
     asked = json.loads((FRONTIER / "manifest.json").read_text(encoding="utf-8"))["parameters"]
     facts = frame[frame["phase"] == "facts"].set_index("metric")["value"]

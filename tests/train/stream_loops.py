@@ -8,7 +8,9 @@ import torch
 from stream_models import data
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
 
+RATES = partial(LambdaLR, lr_lambda=lambda step: 0.7**step)
 MOST = 0.05  # norm to which gradients are clipped: less than all that occur here
 
 

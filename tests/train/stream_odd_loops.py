@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from stream_loops import adamw, evaluated, model_loss, own_clip, torch_clip, train
+from stream_loops import RATES, adamw, evaluated, model_loss, own_clip, torch_clip, train
 from stream_models import data, layers_of
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, prune
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from t1lib.errors import T1Error
-
-RATES = partial(LambdaLR, lr_lambda=lambda step: 0.7**step)
 
 
 def two_forwards_of_a_view(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -278,6 +275,10 @@ LATE: dict[str, Callable[[nn.Module], Tensor]] = {
     "a layer": lambda model: model.blocks[0](model.embed(data()[3]["input_ids"])),
     "the head": lambda model: model.head(torch.ones(4, 32)),
 }
+
+
+def keep_late(late: Callable[[nn.Module], Tensor], model: nn.Module, optimizer: Any) -> None:
+    model.t1_late = late(model)
 
 
 def step_again(late: Callable[[nn.Module], Tensor], model: nn.Module, optimizer: Any, batch: Any) -> None:

@@ -12,7 +12,7 @@ import stream_models
 import stream_odd_loops as odd
 import torch
 from stream_cases import PLACES, Masters, case, compare, masters, pieces, streaming
-from stream_loops import adamw, evaluated, grouped, model_loss, own_clip, sgd, torch_clip, train, two_forwards
+from stream_loops import RATES, adamw, evaluated, grouped, model_loss, own_clip, sgd, torch_clip, train, two_forwards
 from stream_models import (
     GPT2,
     GRANITE,
@@ -63,8 +63,8 @@ def late_gradients() -> dict[str, dict[str, Any]]:
         own = {"before": partial(odd.step_again, late), "zero": lambda model: None}
         found[f"gradients of {what} after a step"] = case(blocks, **own)
         if what != "a layer":  # refused, as in plain PyTorch
-            keep = lambda model, optimizer, late=late: vars(model).update(t1_late=late(model))  # noqa: E731
-            found[f"gradients of {what} after a step, of a forward before it"] = case(blocks, clip=keep, **own)
+            own["clip"] = partial(odd.keep_late, late)
+            found[f"gradients of {what} after a step, of a forward before it"] = case(blocks, **own)
     return found
 
 
@@ -73,10 +73,10 @@ half_decay = partial(adamw, weight_decay=0.5)
 dropping, padded = partial(blocks, dropout=0.3), data(padded=True)
 CASES: dict[str, dict[str, Any]] = {
     **{kind: case(build) for kind, build in MODELS.items()},
-    "groups under a schedule, clipped by PyTorch": case(llama, grouped, schedule=odd.RATES, clip=torch_clip),
+    "groups under a schedule, clipped by PyTorch": case(llama, grouped, schedule=RATES, clip=torch_clip),
     "a schedule and hooks from before": case(qwen3, odd.hooked_optimizer),
     "a schedule that changes betas, too": case(qwen3, schedule=partial(OneCycleLR, max_lr=0.02, total_steps=11)),
-    "a rate that is a tensor": case(qwen3, lambda model: adamw(model, lr=torch.tensor(0.01)), schedule=odd.RATES),
+    "a rate that is a tensor": case(qwen3, lambda model: adamw(model, lr=torch.tensor(0.01)), schedule=RATES),
     "maximize": case(qwen3, partial(adamw, lr=1e-3, maximize=True)),
     "nesterov": case(qwen3, partial(sgd, nesterov=True)),
     "dampening": case(qwen3, partial(sgd, dampening=0.3)),

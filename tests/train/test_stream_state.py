@@ -22,10 +22,9 @@ import torch
 from copies import wait_for
 from refusals import refused
 from stream_cases import assert_same_state, assert_same_weights, going_on, six_steps, streaming, weights
-from stream_loops import adamw, grouped, model_loss, own_clip, sgd, train
+from stream_loops import RATES, adamw, grouped, model_loss, own_clip, sgd, train
 from stream_models import blocks, data, last_hidden, llama, qwen3
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from t1lib.measure.probes import AllocatorTimeline
 from t1lib.plan.cost import Choice
@@ -161,7 +160,7 @@ def test_loading_forgets_an_earlier_schedule_and_leaves_what_is_loaded_to_the_us
         found, saved = [], copy.deepcopy(optimizer.state_dict())
         saved["param_groups"][0]["lr"] *= 0.5
         for _ in range(3):
-            found += train(model, optimizer, FIRST, schedule=partial(LambdaLR, lr_lambda=lambda step: 0.7**step))
+            found += train(model, optimizer, FIRST, schedule=RATES)
             optimizer.load_state_dict(saved)
             found.append(float(optimizer.param_groups[0]["lr"]))
         return found
