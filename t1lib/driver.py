@@ -79,7 +79,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         else:
             print(f"{experiment} [{profile}] up to date ({_measured(manifest.read(final))})")
     if not due:
-        print(f"nothing to do: {len(resolved)} experiments up to date")
+        print(f"nothing to do: {len(resolved)} up to date")
         return 0
     manifest.require_gpu(profile)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does

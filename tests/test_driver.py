@@ -42,7 +42,7 @@ def test_only_what_changed_or_is_forced_is_run_again(checkout, run, command, mon
     for name in ("first", "second"):
         checkout.finish(checkout.outputs(name), name)
     found = run("all")
-    assert "first [smoke] up to date (measured 20" in found and "nothing to do: 2 experiments up to date" in found
+    assert "first [smoke] up to date (measured 20" in found and "nothing to do: 2 up to date" in found
 
     folder = checkout.outputs("first")
     (folder / "samples.csv").write_text("made up")
