@@ -108,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code: 0, 1 (an experiment or claim failed), 2 (bad input), 130 (interrupted)."""
     try:
         arguments = _parser().parse_args(argv)
+        if arguments.name == "train":  # read when PyTorch is imported: waiting threads spin less on cores others need
+            os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         code = getattr(import_module(MODULES[arguments.name]), f"{arguments.name}_command")(arguments)
         print(end="", flush=True)
         return code
