@@ -137,6 +137,24 @@ def test_a_run_keeps_its_length_and_warmup_unless_told(tmp_path, command, refuse
 SLOW = "import time\nprint('now', flush=True)\ntry: time.sleep(60)\nexcept BaseException: time.sleep(60)"
 
 
+@pytest.mark.parametrize("given, there", [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
+def test_waiting_threads_are_told_to_spin_less_before_pytorch_is_imported(given, there):
+    """Later would be too late. A busy CPU slowed it fifteenfold."""
+    code = """
+import os, sys
+class Watch:
+    def find_spec(name, *_):
+        if name == "torch":
+            print("torch", os.environ.get("GOMP_SPINCOUNT"))
+sys.meta_path.insert(0, Watch)
+from t1lib.__main__ import main
+main(["train", "--model", "nope"])
+"""
+    own = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}  # other tests may have set it
+    run = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, env=own | given, capture_output=True, text=True)
+    assert run.stdout.split() == ["torch", there] and "unknown model 'nope'" in run.stderr
+
+
 def test_interrupted_while_starting_it_ends_with_one_line(tmp_path):
     """Also in a library that catches everything."""
     (tmp_path / "torch.py").write_text(SLOW)  # found before the other
