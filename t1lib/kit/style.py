@@ -38,6 +38,7 @@ VARIANTS: dict[str, Variant] = {
     "ckpt": Variant("ckpt", _COLOURS[1], "s"),
     "slide": Variant("slide", _COLOURS[2], "^"),
     "fsdp": Variant("fsdp", _COLOURS[3], "v"),
+    "slide-serial": Variant("slide-serial", _COLOURS[2], "^"),
     "slide-device": Variant("slide-device", _COLOURS[2], "^"),
     "gpu-graph": Variant("gpu-graph", _COLOURS[0], "o"),
     "full": Variant("full", _COLOURS[0], "o"),
