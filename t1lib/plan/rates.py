@@ -4,7 +4,7 @@ import platform
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -14,7 +14,7 @@ from t1lib.errors import T1Error
 from t1lib.files import cache_folder, read_signed
 from t1lib.memory import pinned_zeros
 from t1lib.models import build_model, layer_arguments, split
-from t1lib.timing import synchronize
+from t1lib.timing import between_ms, mark_now, synchronize
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ H200 = Machine()
 # Share of the rate of a single large copy, update, product or addition that a training step reaches.
 PRACTICE = {"link": 1.0, "update": 0.2, "flops": 0.9, "memory": 0.36}
 ROUNDS = 7
-PAUSE = 0.3  # seconds between rounds: what slows a shared host down lasts for tenths of a second
+PAUSE = 1.0  # seconds between rounds, in which what slows a shared host down may pass
 
 
 def device_name() -> str:
@@ -57,46 +57,51 @@ def this_machine() -> Machine:
 
 
 def measure_machine(device: torch.device) -> Machine:
-    """This machine's rates, measured in under a minute; on a CPU, "the device" is the CPU as well. Each is the median
-    over `ROUNDS` rounds, except for a launch: the least of the rounds' medians, because on a shared host it takes up to
+    """This machine's rates, measured in under a minute; on a CPU, "the device" is the CPU as well. What the device does
+    is timed by its own clock, so that a host that is slow to launch makes no rate smaller. Each is the median over
+    `ROUNDS` rounds, except for a launch: the least of the rounds' medians, because on a shared host it takes up to
     twice as long in some rounds, but hardly ever in a step, which goes on launching."""
-    cuda = device.type == "cuda"
+    cuda, host, streams = device.type == "cuda", torch.device("cpu"), torch.get_device_module(device)
     dtype, size, numel = (torch.bfloat16, 8192, 2**26) if cuda else (torch.float32, 512, 2**20)
     matrix = torch.randn(size, size, device=device, dtype=dtype)
     one, two = (torch.zeros(numel, device=device) for _ in range(2))
     source, target = (pinned_zeros(numel, torch.float32, device) for _ in range(2))
-    lane = torch.cuda.Stream(device) if cuda else None
+    lane, current = streams.Stream(), streams.current_stream()
 
     def copy_both_ways() -> None:
+        lane.wait_stream(current)  # both copies lie between the marks on the current stream
         one.copy_(source, non_blocking=True)
-        with torch.cuda.stream(lane):  # None: does nothing
+        with streams.stream(lane):
             target.copy_(two, non_blocking=True)
+        current.wait_stream(lane)
 
     weight = torch.zeros(2**26 if cuda else 2**24, requires_grad=True)  # with its state, no cache of a host holds it
     weight.grad = torch.zeros_like(weight)
     parts = split(build_model("tiny", dtype=dtype, device=device, num_hidden_layers=1))
     hidden = torch.zeros(1, 16, parts.norm.weight.numel(), dtype=dtype, device=device, requires_grad=True)
     given, named = layer_arguments(parts, hidden)
-    measures = {  # for each rate the bytes or operations of a call, and the call
-        "link": (one.nbytes, copy_both_ways),
-        "update": (7 * weight.nbytes, torch.optim.AdamW([weight], fused=True).step),  # reads four tensors, writes three
-        "flops": (2 * size**3, lambda: torch.mm(matrix, matrix)),
-        "memory": (2 * one.nbytes, lambda: one.add_(1)),
-        "launch_ms": (1, lambda: parts.layers[0](*given, **named)),
+    # For each rate the bytes or operations of a call, the call, and whose clock times it. The longest products come
+    # first: behind them, the host launches the device's other calls in time.
+    measures = {
+        "flops": (2 * size**3, lambda: torch.mm(matrix, matrix), device),
+        "memory": (2 * one.nbytes, lambda: one.add_(1), device),
+        "link": (one.nbytes, copy_both_ways, device),
+        "update": (7 * weight.nbytes, torch.optim.AdamW([weight], fused=True).step, host),  # reads four, writes three
+        "launch_ms": (1, lambda: parts.layers[0](*given, **named), host),
     }
-    seconds = defaultdict(list)  # by rate, a list for each round
+    took = defaultdict(list)  # by rate, the calls' ms, a list for each round
     for _ in range(ROUNDS):
-        for name, (_amount, call) in measures.items():
-            seconds[name].append([])
-            for repeat in range(31 if name == "launch_ms" else 4):
-                begun = time.perf_counter()
+        marks = {}
+        for name, (_amount, call, clock) in measures.items():
+            if clock == host:
+                synchronize(device)  # its copies would slow the host's updates
+            marks[name] = [mark_now(clock)]
+            for _ in range(31 if name == "launch_ms" else 4):
                 call()
-                if name != "launch_ms":  # that time is the host's
-                    synchronize(device)
-                if repeat > 0:
-                    seconds[name][-1].append(time.perf_counter() - begun)
-            synchronize(device)
+                marks[name].append(mark_now(clock))
+        synchronize(device)
+        for name, own in marks.items():
+            took[name].append([between_ms(*ends) for ends in pairwise(own)][1:])
         time.sleep(PAUSE)
-    took = {name: median(chain(*rounds)) for name, rounds in seconds.items()}
-    rates = {name: share * measures[name][0] / took[name] for name, share in PRACTICE.items()}
-    return Machine(device_name(), launch_ms=min(map(median, seconds["launch_ms"])) * 1e3, **rates)
+    rates = {name: share * measures[name][0] * 1e3 / median(chain(*took[name])) for name, share in PRACTICE.items()}
+    return Machine(device_name(), launch_ms=min(map(median, took["launch_ms"])), **rates)

@@ -2,9 +2,11 @@
 
 import json
 import shlex
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from t1lib.plan.work import MODES, in_mode, with_head, work_of
 
 SETTING = Setting("qwen3-1.7b", rows=16, seq=1024)
 FRONTIER = Path(__file__).resolve().parents[2] / "outputs" / "h200" / "frontier"
+MIB = 2**20
 SPLIT = {"master_weights": "split"}
 LEAN = Choice(slots=2, inputs="host", outer="host")
 T1M1 = replace(SETTING, micro_batch=16, together=False)
@@ -157,6 +160,7 @@ def test_bad_commands_are_named(arguments, message, bad_command):
 
 def test_calibrating_keeps_rates_that_are_used_on_this_device_alone(command, monkeypatch):
     monkeypatch.setattr(rates, "ROUNDS", 1)
+    monkeypatch.setattr(rates, "PAUSE", 0.0)
     assert rates.this_machine() == H200
     assert "GB/s" in command("plan", "--calibrate")
     found = rates.this_machine()
@@ -223,21 +227,36 @@ def test_points_of_frontier():
     assert len(most) > 10 and min(most) >= 0.87 and 1 < np.mean(most) < 1.15
 
 
-def test_launches_are_timed_by_the_quickest_round(monkeypatch):
-    """A shared host doubles the time of a launch for a while, here in four rounds of seven."""
+def test_the_device_is_timed_by_its_own_clock_and_launches_by_the_hosts_quickest_round(monkeypatch):
+    """A shared host doubles the time of a launch for a while, here in four rounds of seven. The device, which takes 4 s
+    for each call, is as fast as ever. Both copies of the link lie between two marks."""
+    device, log, sleeps = torch.device("cpu:0"), [], []  # of the host's kind, but not equal to it
+    steps = {device: 4.0, torch.device("cpu"): 2.0}
+    now = dict.fromkeys(steps, 0.0)
 
-    class Clock:
-        now, step, rounds = 0.0, 2.0, 0
+    def mark_now(clock):
+        log.append("mark")
+        now[clock] += steps[clock]
+        return now[clock]
 
-        def perf_counter(self):
-            self.now += self.step
-            return self.now
+    def sleep(seconds):
+        sleeps.append(seconds)
+        steps[torch.device("cpu")] = 1.0 if len(sleeps) > 3 else 2.0
 
-        def sleep(self, _):
-            self.rounds += 1
-            self.step = 1.0 if self.rounds > 3 else 2.0
+    @contextmanager
+    def on(_):
+        log.append("out")
+        yield
 
-    monkeypatch.setattr(rates, "time", Clock())
-    found = rates.measure_machine(torch.device("cpu"))
-    assert found.launch_ms == 1000.0
-    assert found.flops == pytest.approx(rates.PRACTICE["flops"] * 512**3)  # 2 · 512³ operations in 2 s: the median
+    lane, current = (SimpleNamespace(wait_stream=lambda _, told=told: log.append(told)) for told in ("lane", "current"))
+    streams = SimpleNamespace(Stream=lambda: lane, current_stream=lambda: current, stream=on)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: streams)
+    monkeypatch.setattr(rates, "mark_now", mark_now)
+    monkeypatch.setattr(rates, "time", SimpleNamespace(sleep=sleep))
+    found = rates.measure_machine(device)
+    assert found.launch_ms == 1000.0 and sleeps == [1.0] * 7
+    done = {"flops": 2 * 512**3 / 4, "memory": 8 * MIB / 4, "link": 4 * MIB / 4, "update": 7 * 64 * MIB / 2}
+    assert {name: getattr(found, name) for name in done} == pytest.approx(
+        {name: rates.PRACTICE[name] * rate for name, rate in done.items()}
+    )
+    assert " ".join(log).count("mark lane out current " * 4 + "mark") == 7
