@@ -127,6 +127,33 @@ def test_what_an_edited_cell_measured_or_made_before_is_gone(checkout, kernel, i
     assert kernel.run("step", "finish", ids=ids) == ""
 
 
+@pytest.mark.parametrize("ids", [True, False])
+def test_samples_are_on_disk_when_their_cell_ends_before_anything_is_drawn(checkout, kernel, ids):
+    """Those of a cell that is run again replace its earlier ones; a run that only draws writes none."""
+    kernel.cells["parameters"] = more = f"{PARAMETERS}measure: bool = True"
+    checkout.add("demo", parameters=more, yaml="profile: smoke\n")
+
+    def saved():
+        path = kernel.shell.user_ns["run"].outdir / "samples.csv"
+        return [(row["variant"], row["value"]) for row in Records.load(path).rows] if path.exists() else None
+
+    kernel.run("parameters", "setup", "sizes", ids=ids)
+    assert saved() is None
+    kernel.run("head", ids=ids)
+    assert saved() == [("head", 5.0)] * 2
+    kernel.run("step", ids=ids)
+    assert len(saved()) == 2 + 3
+    kernel.edit("parameters", "steps: int = 3", "steps: int = 1")
+    assert kernel.run("parameters", "step", ids=ids) == "" and saved() == [("head", 5.0)] * 2 + [("slide", 0.0)]
+    kernel.run("finish", ids=ids)
+    before = (checkout.outputs("demo") / "samples.csv").stat().st_mtime_ns
+    InteractiveShell.clear_instance()
+    kernel.shell = InteractiveShell.instance()  # as if the kernel had been restarted
+    kernel.edit("parameters", "measure: bool = True", "measure: bool = False")
+    assert kernel.run("parameters", "setup", "show", ids=ids).endswith("[0.0] [5.0, 5.0]\n")
+    assert saved() is None and (checkout.outputs("demo") / "samples.csv").stat().st_mtime_ns == before
+
+
 def test_the_executed_notebook_does_not_replace_the_folder_that_it_is_in(checkout, kernel, monkeypatch):
     kernel.everything()
     monkeypatch.chdir(checkout.outputs("demo"))

@@ -97,6 +97,9 @@ class Run:
         key = str(info.cell_id or info.raw_cell)
         self._ran[key] = info.raw_cell
         self._cells.end(key, source, result.success, result.execution_count)
+        if self._cells.running.rows:  # saved now, so that a run that is cut off later keeps them
+            with whole(self.outdir / "samples.csv") as part:
+                self.records.save(part)
 
     @classmethod
     def start(cls, experiment: str, namespace: dict[str, Any]) -> Self:
@@ -147,16 +150,14 @@ class Run:
             raise T1Error(f"{told}; run them, or save it without them")
 
     def frame(self) -> pd.DataFrame:
-        """The records that are up to date, one row each; prints which are left out. Also saves them to disk, so that a
-        cell that fails later loses nothing. If the frontend gives cell ids, only records of cells above the running one
-        are there, as in a run from top to bottom."""
+        """The records that are up to date, one row each; prints which are left out. If the frontend gives cell ids,
+        only records of cells above the running one are there, as in a run from top to bottom."""
         self._cells.read_records()
         if self._measures:
             for cell, why in self._cells.out_of_date():
                 if cell.rows:
                     print(f"out of date and left out, from the cell `{cell.title}`: {why}")
             self._tell_unsaved()
-            self.records.save(self.outdir / "samples.csv")
         return self.records.frame()
 
     def _tell_unsaved(self) -> None:
