@@ -22,23 +22,24 @@ from t1lib.timing import PhaseTimer, synchronize
 # Event in the allocator's history → sign with which its size counts for bytes allocated, for bytes reserved.
 CHANGES = {"alloc": (1, 0), "free_completed": (-1, 0), "segment_alloc": (0, 1), "segment_map": (0, 1)}
 CHANGES |= {"segment_free": (0, -1), "segment_unmap": (0, -1)}
+LEAD_MS = 100.0  # on an H200, the clock takes as long to settle under products (docs/log.md)
 
 T = TypeVar("T")
 
 
-def lead_in(device: torch.device, ms: float = 100.0) -> Callable[[], None]:
-    """A function that queues work ahead of a sample, without waiting, so that the device is busy and warm while the
-    host issues the timed work, as it is in a training step. On an idle device, a sample would measure the host's
-    launches instead, and at a clock rate not yet lowered by the power limit: on an H200 it takes 100 ms of products to
-    settle (docs/log.md). Does nothing on a CPU, where calls return when work is done."""
+def lead_in(device: torch.device) -> Callable[..., None]:
+    """A function that queues `ms` of work ahead of a sample, without waiting, so that the device is busy and warm while
+    the host issues the timed work, as it is in a training step. On an idle device, a sample would measure the host's
+    launches instead, and at a clock rate not yet lowered by the power limit. Does nothing on a CPU, where calls return
+    when work is done."""
     if device.type != "cuda":
-        return lambda: None
+        return lambda ms=0.0: None
     a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
     product = partial(torch.mm, a, a, out=torch.empty_like(a))
-    count = max(1, round(ms / median_ms(product, device)))
+    each = median_ms(product, device)
 
-    def queue() -> None:
-        for _ in range(count):
+    def queue(ms: float = LEAD_MS) -> None:
+        for _ in range(max(1, round(ms / each))):
             product()
 
     return queue

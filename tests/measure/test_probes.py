@@ -4,11 +4,13 @@ import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
 
+from t1lib.measure import probes
 from t1lib.measure.probes import AllocatorTimeline, HostPeak, median_ms, rounds, storage_bytes
 from t1lib.measure.session import LINK, TrainSession, link_ms, measure_link, step_bytes
 from t1lib.memory import host_available, pinned_zeros
@@ -50,6 +52,16 @@ def test_the_warm_up_is_dropped_and_rounds_hold_each_thing_once_in_orders_that_d
     orders = [tuple(turns) for turns in rounds("ABCDE", 20)]
     assert all(sorted(order) == list("ABCDE") for order in orders) and len(set(orders)) > 10
     assert orders == [tuple(turns) for turns in rounds("ABCDE", 20)]  # the same every time
+
+
+def test_a_lead_in_queues_as_many_products_as_fill_its_time(monkeypatch):
+    monkeypatch.setattr(probes, "torch", device := Mock(type="cuda"))
+    monkeypatch.setattr(probes, "median_ms", lambda *_: 2.0)  # of a product
+    queue = probes.lead_in(device)
+    for given, products in (((), 50), ((130.0,), 65), ((0.1,), 1)):
+        device.mm.reset_mock()
+        queue(*given)
+        assert device.mm.call_count == products
 
 
 def test_least_time_of_a_step():
