@@ -212,14 +212,15 @@ def own_options(name: str, head: Callable, given: dict[str, Any]) -> None:
         require(key in own, f"unknown option {shown(key)} for head {name!r}; its options: {known}")
 
 
-def parse_bytes(size: int | str) -> int:
-    """Bytes from an int or a string such as "256MiB", "1.5GiB", "2GB" or "4096"; `T1Error` for anything else."""
+def parse_bytes(size: int | str, least: int = 0) -> int:
+    """Bytes from an int or a string such as "256MiB", "1.5GiB", "2GB" or "4096"; `T1Error` for anything else, and for
+    fewer than `least`: a number without its unit, maybe."""
     found = size
     if isinstance(size, str):
         match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*", size)
         found = int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else None
-    if not is_whole(found, 0, 2**60):
-        allowed = "a whole number of bytes from 0 to 2**60, or a number with B, KiB, MiB, GiB, TiB, KB, MB, GB or TB"
+    if not is_whole(found, least, 2**60):
+        allowed = f"{least} to 2**60 bytes, as a whole number or with B, KiB, MiB, GiB, TiB, KB, MB, GB or TB"
         raise T1Error(f"bad size {shown(size)}; allowed: {allowed}")
     return found
 

@@ -187,8 +187,8 @@ def plan_command(given: argparse.Namespace) -> int:
             return 0
     require(given.model is not None, "--model is missing: a preset, a checkpoint folder, or a hub name")
     require(gpu or given.vram is not None, "--vram is missing, and there is no GPU here to ask; such as --vram 16GiB")
-    vram = torch.cuda.mem_get_info()[0] if given.vram is None else parse_bytes(given.vram)
-    host = None if given.host is None else parse_bytes(given.host)
+    vram = torch.cuda.mem_get_info()[0] if given.vram is None else parse_bytes(given.vram, least=2**20)
+    host = None if given.host is None else parse_bytes(given.host, least=2**20)
     machine, setting = this_machine(), _setting(given)
     predictions = predict(setting, vram, host, machine)
     own = device_name() in (machine.name, f"NVIDIA {machine.name}")

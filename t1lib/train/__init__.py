@@ -94,9 +94,7 @@ def stream(
     require(head is None or isinstance(head, dict), f"head={shown(head)}; allowed: a dict, or None")
     if head is not None:
         check_options(head := {**head})  # a copy: the plan may be made later
-    budget = None if gpu_memory is None else parse_bytes(gpu_memory)
-    enough = budget is None or budget >= 2**20
-    require(enough, f"gpu_memory={shown(gpu_memory)} is {budget} bytes; allowed: 1MiB or more, such as '16GiB'")
+    budget = None if gpu_memory is None else parse_bytes(gpu_memory, least=2**20)
     pair = isinstance(plan_for, tuple | list) and len(plan_for) == 2 and all(is_whole(n, 1) for n in plan_for)
     require(plan_for is None or pair, f"plan_for={shown(plan_for)}; allowed: (rows, tokens per row), each 1 or more")
     stack = stack_of(model) if layers is None else layers

@@ -148,6 +148,8 @@ def test_without_a_budget_the_command_names_the_memory_that_is_free(command, bad
         ("--vram 16GiB", "--model is missing"),
         ("--model tiny --vram 1GiB --max-grad-norm nan", "--max-grad-norm nan; allowed: 0 or more"),
         (f"--model tiny --vram 1GiB --host {'9' * 400}GiB", "bad size '999"),
+        ("--model tiny --vram 15", "bad size '15'; allowed: 1048576 to 2**60 bytes, as a whole number or with B, KiB"),
+        ("--model tiny --vram 1GiB --host 64", "bad size '64'; allowed: 1048576 to 2**60 bytes"),
         ("--model qwen3-1.7b --vram 1GiB --seq 50000", "seq 50000; qwen3-1.7b has 40960 positions"),
         ("--model tiny --vram 1GiB --batch 0", "rows=0; allowed: 1 or more"),
         ("--model tiny --vram 1GiB --batch 1000000000", "rows=1000000000, seq=1024; allowed: 134217728"),
