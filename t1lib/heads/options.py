@@ -207,9 +207,9 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 
 def own_options(name: str, head: Callable, given: dict[str, Any]) -> None:
     own = [p.name for p in inspect.signature(head).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    others = ["head", *Settings._fields[:-1], *Tensors._fields[3:]]  # which are not in `given`: what a slip may mean
     for key in given:
-        known = ", ".join(own) or "none of its own"
-        require(key in own, f"unknown option {shown(key)} for head {name!r}; its options: {known}")
+        choose(f"option of head {name!r}:", key, [*own, *others])
 
 
 def parse_bytes(size: int | str, least: int = 0) -> int:

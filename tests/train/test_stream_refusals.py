@@ -42,7 +42,7 @@ ARGUMENTS += [({"gpu_memory": "9" * 400 + "GiB"}, "999"), ({"gpu_memory": 1000, 
 HEADS = {"head": "fast", "chunks": 0, "tail": "fp9", "filter_eps": 3.0, "workspace": "lots"}
 ARGUMENTS += [({"head": {name: value}}, str(value)) for name, value in HEADS.items()]
 ARGUMENTS += [({"head": {name: 1}}, str(name)) for name in ("input", "target", 1)]
-ARGUMENTS += [({"head": "full"}, "full"), ({"head": {"by": "sequence"}}, "unknown option 'by' for head 'fused'")]
+ARGUMENTS += [({"head": "full"}, "full"), ({"head": {"by": "sequence"}}, "unknown option of head 'fused': 'by'")]
 ARGUMENTS += [({"choice": Choice(**{n: v})}, str(v)) for n, values in CHOICES.items() for v in values]
 
 
