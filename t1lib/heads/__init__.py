@@ -72,6 +72,8 @@ def check_options(options: dict[str, Any]) -> None:
         require(known, f"option {shown(name)}; allowed: those of linear_cross_entropy, without its operands")
     zeros = partial(torch.zeros, dtype=torch.bfloat16, device="cpu")
     others = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
+    if others.get("workspace") is not None:  # whether it suffices depends on the operands, too
+        others["workspace"] = max(parse_bytes(others["workspace"]), 2**20)
     linear_cross_entropy(zeros(2, 4), zeros(8, 4), zeros(2).long(), **others)
 
 

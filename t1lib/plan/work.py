@@ -187,12 +187,14 @@ def with_head(
     if head == "fused" and not work.cuda:
         head = "chunked" if filter_eps is None else "full"
     tokens, vocabulary, size = work.live, work.vocabulary, work.itemsize
-    count, held, moved = tokens * vocabulary, workspace or work.workspace, 1.5
+    held = work.workspace if workspace is None else workspace
+    count, moved = tokens * vocabulary, 1.5
     if head == "full":
         held, moved = max(12 * count - work.head * size * (work.outer > 0), 0), 20.0
     elif head == "chunked":  # with a workspace, as large chunks as fit into it
-        need, moved = chunked_bytes(tokens, vocabulary, work.hidden, size, by, 1 if workspace else chunks), 10.5
-        held = min(need, workspace or need)
+        chunks = chunks if workspace is None else 1
+        need, moved = chunked_bytes(tokens, vocabulary, work.hidden, size, by, chunks), 10.5
+        held = need if workspace is None else min(need, workspace)
     elif head == "torch":
         share = -(-tokens // -(-vocabulary // work.hidden))
         rows = max(2 ** (share - 1).bit_length() // 2, 1)  # of its chunks, a power of two

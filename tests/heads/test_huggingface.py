@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import pickle
+import re
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -211,6 +212,13 @@ def test_trainer(tmp_path):
     refused(lambda: patch_head(ours), "already patched")
     assert unpatch_head(ours)(**batch()).logits is not None
     assert patch_head(ours)(**batch()).logits is None
+
+
+def test_the_first_call_names_the_least_workspace():
+    ours = patch_head(build("Llama"), workspace=0)
+    said = refused(lambda: ours(**batch()), "workspace of 0 bytes is too small")
+    least = int(re.search(r"least that works is (\d+) bytes", said)[1])
+    patch_head(unpatch_head(ours), workspace=least)(**batch()).loss.backward()
 
 
 def with_adapters(model: nn.Module, **changes) -> nn.Module:

@@ -99,6 +99,7 @@ def test_a_workspace_that_is_too_small_for_the_head_is_why_that_alone_does_not_f
     assert all((why in p.why and p.reserved == inf) == (p.head == "fused") for p in found)
     assert recommended(found).head == "chunked"
     refused(lambda: predict_point(small, "gpu", "fused", H200), why)
+    refused(lambda: with_head(work_for(SETTING), "fused", workspace=0), "workspace of 0 bytes is too small")
     out = command("plan", "--model", "tiny", "--vram", "1GiB", "--workspace", "1KiB")
     assert "inf" not in out and "nan" not in out
     rows = [line.split(maxsplit=7) for line in out.splitlines() if why in line]
