@@ -2,10 +2,12 @@
 
 import ast
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -105,8 +107,9 @@ def _loading(name: str) -> Iterator[None]:
         if name in PRESETS:
             last = ValueError(str(error).strip().splitlines()[-1])  # the lines before it only say where
             raise T1Error(f"{name} cannot be changed so: {reason(last)}") from error
+        told = shorten(reason(error), 165 - len(shown(name)), placeholder=" …")
         presets = f"presets that need no files: {', '.join(PRESETS)}"
-        raise T1Error(f"cannot load {shown(name)}: {reason(error)[:85]}\n{presets}") from error
+        raise T1Error(f"cannot load {shown(name)}: {told}\n{presets}") from error
 
 
 def _config_of(name: str, changes: dict[str, object]) -> PreTrainedConfig:
@@ -124,8 +127,9 @@ def _config_of(name: str, changes: dict[str, object]) -> PreTrainedConfig:
     require(not changes, f"{shown(name)} is no preset: its configuration cannot be changed ({', '.join(changes)})")
     local = os.path.isdir(name)  # False for a name that is too long
     hub = name.count("/") == 1 and len(name) <= 255 and not name.startswith((".", "/", "~"))
-    allowed = f"neither a preset ({', '.join(PRESETS)}), nor a checkpoint directory, nor a hub name 'owner/model'"
-    require(local or hub, f"unknown model {shown(name)}: {allowed}")
+    if not (local or hub):
+        choose("model", name, [*PRESETS, "a checkpoint folder", "a hub name 'owner/model'"])
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each of its attempts to connect warns
     with _loading(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
     quantised = getattr(config, "quantization_config", None) is not None

@@ -1,6 +1,7 @@
 """Presets, random weights drawn as by the architecture, checkpoints, and decoders split into parts."""
 
 import json
+import logging
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from refusals import refused
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GPT2Config
 
+from t1lib import models
 from t1lib.models import build_model, require_plain_loss, shape_only, sizes, split
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16}
@@ -80,12 +82,27 @@ def test_sizes_are_those_of_the_model_and_of_presets_the_published_ones():
         ("tiny", {"attention_dropout": 2.0}, "attention_dropout=2.0; allowed: 0 to 1"),
         ("tiny", {"initializer_range": -1.0}, "initializer_range=-1.0; allowed: 0 or more"),
         *((name, {}, "unknown model") for name in ("a" * 300 + "/b", "a\0b", "")),
+        ("qwen3-4bb", {}, "a checkpoint folder, a hub name 'owner/model'. Did you mean 'qwen3-4b'"),
         ("tiny", {"num_hidden_layers": 100_000}, "num_hidden_layers=100000; allowed: 1 or more, at most 1024"),
     ],
 )
 def test_changes_that_make_no_model_are_named(preset, changes, message):
     for call in (partial(shape_only, preset, torch.float32, **changes), partial(build_model, preset, **changes)):
         refused(call, match=message)
+
+
+def test_a_hub_name_without_a_network_is_one_error_with_a_whole_sentence(monkeypatch):
+    said = (
+        "We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in the cached files."
+    )
+
+    def offline(*_, **__):
+        assert not logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING)
+        raise OSError(f"{said}\nCheck your internet connection or see how to run the library in offline mode.")
+
+    monkeypatch.setattr(models.AutoConfig, "from_pretrained", offline)
+    refused(partial(shape_only, "owner/a-model-of-some-size"), f"'owner/a-model-of-some-size': {said}\npresets")
+    refused(partial(shape_only, "owner/" + "m" * 90), "…\npresets")
 
 
 def configured(folder, **fields) -> str:
