@@ -17,7 +17,7 @@ def root() -> Path:
     here, own = Path.cwd(), Path(__file__).resolve().parent
     if named := os.environ.get("T1_ROOT"):
         folder = Path(named).expanduser().resolve()
-        require(_is_root(folder), f"T1_ROOT is {str(folder)!r}, which holds no notebooks/ and params/ folders")
+        require(_is_root(folder), f"T1_ROOT is {str(folder)!r}; allowed: a folder with notebooks/ and params/")
     else:
         folder = next(filter(_is_root, (here, *here.parents, *own.parents)), None)
     if folder is None:
@@ -26,8 +26,8 @@ def root() -> Path:
             "run from inside the checkout, or set T1_ROOT to it"
         )
     its = folder / "t1lib"
-    told = f"the code that runs is {str(own)!r}, and results would be said to be of {str(its)!r};\n"
-    require(not its.is_dir() or its.samefile(own), f"{told}install that: pip install -e . in its folder")
+    told = f"the code that runs is {str(own)!r}, but results would be said to be of {str(its)!r};\n"
+    require(not its.is_dir() or its.samefile(own), f"{told}to run the latter, `pip install -e .` in its folder")
     return folder
 
 

@@ -142,10 +142,10 @@ def test_root_is_found_upwards_or_named(checkout, monkeypatch):
     monkeypatch.chdir(below)
     assert paths.root() == checkout.root
     monkeypatch.setenv("T1_ROOT", str(below))
-    refused(paths.root, "T1_ROOT", "notebooks/")
+    refused(paths.root, f"T1_ROOT is '{below}'; allowed: a folder with notebooks/ and params/")
     (checkout.root / "t1lib").mkdir()
     monkeypatch.setenv("T1_ROOT", str(checkout.root))
-    refused(paths.root, f"would be said to be of '{checkout.root}/t1lib'", "pip install -e .")
+    refused(paths.root, f"would be said to be of '{checkout.root}/t1lib'", "to run the latter, `pip install -e .`")
 
 
 def test_a_profile_sets_what_nobody_else_has_set(checkout, capsys):
