@@ -135,9 +135,6 @@ def _check(known: Mapping[str, Parameter], values: Values, where: str, profile: 
     return checked
 
 
-_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-
-
 PLAIN = (int, float, complex, str, bytes, type(None), np.generic)  # types whose values hold no other objects
 
 
@@ -153,6 +150,9 @@ def same(before: Any, now: Any) -> bool:
             return len(before) == len(now) and all(map(same, before, now))
         return isinstance(before, PLAIN) and str(before) == str(now)  # -0.0 is not 0.0
     return False
+
+
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
 class _Loader(yaml.SafeLoader):
