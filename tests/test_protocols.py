@@ -233,6 +233,14 @@ def test_padding_leaks_into_no_gradient_and_a_head_that_multiplies_it_in_is_foun
     assert found["leaks"] >= 24 and found["padded_dW"] > 0.1 and found["weighted_dW"] < 1e-5
 
 
+@pytest.mark.parametrize(("notebook", "parameter"), [("t1m3", "fused_workspace"), ("chunks", "workspace")])
+def test_a_workspace_without_its_unit_is_refused_before_anything_is_measured(notebook, parameter):
+    p = SimpleNamespace(
+        **{"chunks": 2, "tokens": 48, "vocabulary": 300, "hidden": 16, "measure": False, parameter: "300"}
+    )
+    refused(partial(run_cells, notebook, "imports", p=p), "bad size '300'; allowed: 1048576 to 2**60 bytes")
+
+
 def test_t1m3_gives_a_head_no_time_whose_last_error_is_nan():
     p = SimpleNamespace(chunks=2, fused_workspace="1MiB", dtype="float16", error_bound=0.02, warmup=0, seed=0)
     p.head_iters, p.measure, records = 1, False, Records()
