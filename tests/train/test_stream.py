@@ -158,6 +158,9 @@ EVERYWHERE: dict[str, dict[str, Any]] = {  # wherever layers, state, gradients a
     "modules whose forward is replaced": case(qwen3, before=odd.replace_forwards),
     "weights that are pruned": case(qwen3, before=odd.prune_later),
     "gradients clipped again and again": case(qwen3, clip=odd.clip_often),
+    "a second step with the same gradients, unseen": case(
+        blocks, before=lambda m, optimizer, b: optimizer.step(), zero=lambda m: None
+    ),
     "gradients dropped unseen": case(blocks, loss=odd.drop_between),
     "gradients zeroed through what is held": case(
         qwen3, clip=odd.hold_once, zero=lambda m: [g.zero_() for g in m.t1_held]
