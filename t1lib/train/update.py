@@ -159,9 +159,8 @@ class Scratch:
         if self._noise is None or self._noise.numel() < 2 * wide.numel():
             generator = torch.Generator().manual_seed(0)
             size = 2 * max(wide.numel(), 1 << 16)
-            with torch.inference_mode(False):
-                noise = torch.randint(1 << 16, (size,), dtype=torch.int32, device="cpu", generator=generator)
-                self._noise = noise.to(wide.device)
+            noise = torch.randint(1 << 16, (size,), dtype=torch.int32, device="cpu", generator=generator)
+            self._noise = noise.to(wide.device)
         start = step * 7919 % wide.numel()
         bits = wide.view(torch.int32)
         bits.add_(self._noise[start : start + wide.numel()]).bitwise_right_shift_(16)
