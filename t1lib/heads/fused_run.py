@@ -42,9 +42,8 @@ def _combine(c: Pass, shards: Shards) -> None:
     mine = torch.stack([here[name] for name in ("offset", "log_total", "correct", "pull")])
     offset, log_total, correct, pull = shards.gather(mine).view(-1, *mine.shape).unbind(1)
     common = offset.amax(0)
-    # kept finite: the sum of a shard far below the others is 0, and its logarithm −inf
-    parts = (log_total + (offset - common)).clamp_(min=-NEVER.value) * LN2.value
-    whole = parts.logsumexp(0) / LN2.value
+    # the sum of a shard far below the others is 0, and its logarithm −inf: it counts for nothing
+    whole = ((log_total + (offset - common)) * LN2.value).logsumexp(0) / LN2.value
     here["log_total"].copy_(whole + (common - here["offset"]))
     here["logprob"].copy_(((here["at"] - common) - whole) * LN2.value)
     here["correct"].copy_(correct.amin(0))
