@@ -47,7 +47,7 @@ SETTINGS = [
     (partial(Schedule, "linear", warmup=-3, total=5), ["warmup=-3", "0 or more"]),
     (partial(Schedule, "step"), ["schedule 'step'", "constant, linear, cosine"]),
     (partial(cosine, warmup=5, total=5), ["total=5", "warmup=5", "beyond warmup"]),
-    (partial(build_model, "qwen3-1.7"), ["'qwen3-1.7'", "qwen3-1.7b", "checkpoint directory", "owner/model"]),
+    (partial(build_model, "qwen3-1.7"), ["'qwen3-1.7'", "qwen3-1.7b", "checkpoint folder", "owner/model"]),
     (partial(build_model, "tiny", num_hidden_layer=2), ["num_hidden_layer", "num_hidden_layers"]),
     (partial(build_model, HERE), [HERE, "presets that need no files: tiny"]),
     (partial(build_model, HERE, num_hidden_layers=1), [HERE, "num_hidden_layers", "no preset"]),
