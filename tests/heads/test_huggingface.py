@@ -40,6 +40,7 @@ def test_a_family_keeps_its_loss_and_gradients(family):
 def test_labels_and_other_arguments():
     """Labels alone that are shifted already, another number that is ignored, and what reaches the model."""
     own, ours = pair("Qwen3")
+    ours.model.draft = nn.Sequential(ours.lm_head)  # a part of the model may hold its output layer, too
     inputs = batch()
     loss = ours(input_ids=inputs["input_ids"], shift_labels=next_token_targets(inputs["labels"])).loss
     torch.testing.assert_close(loss, own(**inputs).loss, rtol=1e-6, atol=0.0)
@@ -54,11 +55,6 @@ def test_labels_and_other_arguments():
     assert set(got) == set(expected) - {"logits"}
     assert ours(**inputs, fused_lm_head=True).logits is not None  # so TRL's trainers ask for log-probabilities
     torch.testing.assert_close(got.hidden_states, expected.hidden_states, rtol=0.0, atol=0.0)
-
-
-def test_what_only_16_bits_have():
-    own, ours = (model.to(torch.bfloat16) for model in pair("Qwen3", {"tail": "fp8"}))
-    torch.testing.assert_close(ours(**batch()).loss, own(**batch()).loss, rtol=1e-2, atol=0.0)
 
 
 def test_embeddings_caches_positions_and_tuples():
@@ -86,7 +82,7 @@ def test_logits_are_made_only_if_asked_for():
     torch.testing.assert_close(got.logits, expected.logits)
     objective = [output.loss + output.logits.square().mean() for output in (expected, got)]
     assert_close(gradients(own, objective[0]), gradients(ours, objective[1]))
-    own, ours = pair("Mamba", {"return_logits": True})  # casts its logits to float32
+    own, ours = pair("Mamba", {"return_logits": True, "tail": "fp8"})  # casts its logits to float32
     assert ours.bfloat16()(**batch()).logits.dtype == own.bfloat16()(**batch()).logits.dtype == torch.float32
     model, inputs = patch_head(build("GPT2"), **CHUNKED), batch(rows=4)
     with Recorder() as seen:
@@ -138,7 +134,7 @@ def test_the_patch_leaves_no_trace():
     compare(own, patch_head(ours, head="chunked"), **batch())
 
 
-def test_copies_and_files(tmp_path):
+def test_copies():
     own, ours = pair("Qwen3")
     twin = copy.deepcopy(ours)
     with torch.no_grad():
@@ -149,9 +145,6 @@ def test_copies_and_files(tmp_path):
     loaded = pickle.loads(pickle.dumps(ours))  # comes back as a plain model
     assert loaded(**batch()).logits is not None
     compare(own, patch_head(loaded), **batch())
-    ours.save_pretrained(tmp_path)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    torch.testing.assert_close(again(**batch()).loss, own(**batch()).loss)
 
 
 def test_what_wraps_the_patched_forward_stays():
@@ -229,14 +222,10 @@ def with_adapters(model: nn.Module, **changes) -> nn.Module:
     return peft.get_peft_model(model, peft.LoraConfig(**settings))
 
 
-@pytest.mark.parametrize("order", ["before", "after", "within"])
-def test_lora(order):
-    own, lm = with_adapters(build("Llama")), build("Llama")
-    if order == "before":
-        patch_head(lm, **CHUNKED)
-    ours = with_adapters(lm)
-    if order != "before":
-        patch_head(ours if order == "after" else lm, **CHUNKED)
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_lora(patched_first):
+    patch, own = partial(patch_head, **CHUNKED), with_adapters(build("Llama"))
+    ours = with_adapters(patch(build("Llama"))) if patched_first else patch(with_adapters(build("Llama")))
     compare(own, ours, **batch())
     assert unpatch_head(ours)(**batch()).logits is not None
 
@@ -324,7 +313,7 @@ SHIFTS = {
 }
 FOLLOWED = {
     "itself scaled in place": partial(odd, lambda z: (z / 3.0, scaled(z))[1]),
-    "new ones scaled in place": partial(odd, lambda z: scaled(z / 3.0)),
+    "new ones scaled in place": partial(odd, lambda z: scaled(0.3 * z)),
     "old ones scaled in place": partial(odd, lambda z: (z / 3.0, scaled(z))[0]),
     **{name: partial(with_a_loss_of, shift) for name, shift in SHIFTS.items()},
 }
@@ -383,12 +372,6 @@ def test_what_is_refused_is_named(message):
 def test_what_is_done_to_logits_is_followed(what):
     own = FOLLOWED[what]()
     compare(own, patch_head(copy.deepcopy(own)), **batch())
-
-
-def test_an_output_layer_that_a_part_of_the_model_holds_too():
-    own, ours = pair("Qwen3")
-    ours.model.draft = nn.Sequential(ours.lm_head)
-    compare(own, ours, **batch())
 
 
 def test_the_output_layer_is_called_under_what_was_in_force_there():

@@ -21,8 +21,6 @@ from t1lib.measure.records import Records, statuses
 from t1lib.memory import is_out_of_memory
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-KILLED = pytest.param("killed", "the process was killed: host memory", marks=posix)
-LIMIT = 3.0  # seconds for the rank that sleeps
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -187,7 +185,6 @@ def test_what_rank_0_records_and_prints_comes_back(tmp_path, capfd):
     assert capfd.readouterr() == ("this is rank 0\n", "")
 
 
-SLEEPS = rf"\Arank 0, 1 of 2 took longer than {LIMIT:g} s\Z"
 ON_GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -197,18 +194,21 @@ ON_GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reas
         ("raises", r"\Arank 1 of 2: ValueError: this is what it says\nTraceback (?s:.*)in stumble", "cpu"),
         ("refuses", r"\Abad input\Z", "cpu"),
         ("exits", r"\Arank 1 of 2: the process ended with exit code 7\Z", "cpu"),
-        ("sleeps", SLEEPS, "cpu"),
+        ("sleeps", r"\Arank 0, 1 of 2 took longer than 3 s\Z", "cpu"),
         pytest.param("exits", "rank 1 of 2: the process ended", "cuda", marks=ON_GPU),
         pytest.param("sleeps", r"\Arank (0, )?1 of 2 took", "cuda", marks=ON_GPU),
     ],
 )
 def test_a_rank_that_fails_or_sleeps_ends_all_with_its_message(tmp_path, how, message, device):
-    limit = LIMIT if (how, device) == ("sleeps", "cpu") else 40.0
+    limit = 3.0 if (how, device) == ("sleeps", "cpu") else 40.0
     with pytest.raises(T1Error if how == "refuses" else VariantFailed, match=message):
         run(tmp_path, device, limit, how=how)
 
 
-@pytest.mark.parametrize(("how", "why"), [("oom", "no memory"), KILLED])
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("oom", "no memory"), pytest.param("killed", "the process was killed: host memory", marks=posix)],
+)
 def test_no_memory_on_a_rank_is_a_status(tmp_path, capfd, how, why):
     frame = run(tmp_path, how=how).frame()
     assert statuses(frame) == {"A": "oom", "B": "oom"} and set(frame["phase"]) == {"here/2"}

@@ -2,11 +2,11 @@
 
 import json
 import shlex
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -233,12 +233,12 @@ def test_points_of_frontier():
 def test_the_device_is_timed_by_its_own_clock_and_launches_by_the_hosts_quickest_round(monkeypatch):
     """A shared host doubles the time of a launch for a while, here in four rounds of seven. The device, which takes 4 s
     for each call, is as fast as ever. Both copies of the link lie between two marks."""
-    device, log, sleeps = torch.device("cpu:0"), [], []  # of the host's kind, but not equal to it
+    device, sleeps, streams = torch.device("cpu:0"), [], MagicMock()  # of the host's kind, but not equal to it
     steps = {device: 4.0, torch.device("cpu"): 2.0}
     now = dict.fromkeys(steps, 0.0)
 
     def mark_now(clock):
-        log.append("mark")
+        streams.mark()
         now[clock] += steps[clock]
         return now[clock]
 
@@ -246,13 +246,6 @@ def test_the_device_is_timed_by_its_own_clock_and_launches_by_the_hosts_quickest
         sleeps.append(seconds)
         steps[torch.device("cpu")] = 1.0 if len(sleeps) > 3 else 2.0
 
-    @contextmanager
-    def on(_):
-        log.append("out")
-        yield
-
-    lane, current = (SimpleNamespace(wait_stream=lambda _, told=told: log.append(told)) for told in ("lane", "current"))
-    streams = SimpleNamespace(Stream=lambda: lane, current_stream=lambda: current, stream=on)
     monkeypatch.setattr(torch, "get_device_module", lambda _: streams)
     monkeypatch.setattr(rates, "mark_now", mark_now)
     monkeypatch.setattr(rates, "time", SimpleNamespace(sleep=sleep))
@@ -262,4 +255,6 @@ def test_the_device_is_timed_by_its_own_clock_and_launches_by_the_hosts_quickest
     assert {name: getattr(found, name) for name in done} == pytest.approx(
         {name: rates.PRACTICE[name] * rate for name, rate in done.items()}
     )
-    assert " ".join(log).count("mark lane out current " * 4 + "mark") == 7
+    calls = " ".join(name for name, *_ in streams.mock_calls if not name.endswith("exit__"))
+    both_ways = "mark Stream().wait_stream stream stream().__enter__ current_stream().wait_stream "
+    assert calls.count(both_ways * 4 + "mark") == 7
