@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-import test_heads_agree as every_head
 import test_heads_contract as contract
 import torch
 from functorch.compile import make_boxed_func
@@ -47,7 +46,7 @@ def test_agrees_with_full(reduction, name):
 
 @pytest.mark.parametrize("first", [0, *slowly([10, 20, 30])])
 def test_calls_drawn_by_chance(first):
-    every_head.test_calls_drawn_by_chance(first, "fused", (24, 150, 40))
+    contract.test_calls_drawn_by_chance(first, "fused", (24, 150, 40))
 
 
 @pytest.mark.parametrize("units, group", [(5, 2), *slowly([(1, 1), (40, 8)])])
@@ -65,13 +64,13 @@ QUICK = ["one token", "a logit far above", "nan in ignored tokens", "softcap 1e-
 
 @pytest.mark.parametrize("name", [*QUICK, *slowly([name for name in ODD if name not in QUICK])])
 def test_odd_operands_and_options(name):
-    every_head.test_odd_operands_and_options("fused", {}, name)
+    contract.test_odd_operands_and_options("fused", {}, name)
 
 
 def test_what_holds_for_every_head():
-    every_head.test_certain_targets("fused", {}, atol=3e-7)
-    every_head.test_the_forwards_autocast_counts_in_the_backward_too({}, "fused")
-    every_head.test_all_tokens_ignored_or_none_at_all("fused", {}, "mean", torch.float32, vocabulary=40)
+    contract.test_certain_targets("fused", {}, atol=3e-7)
+    contract.test_the_forwards_autocast_counts_in_the_backward_too({}, "fused")
+    contract.test_all_tokens_ignored_or_none_at_all("fused", {}, "mean", torch.float32, vocabulary=40)
     contract.test_statistics("fused", {}, "plain", torch.float32)
     for reduction in ("mean", "none"):
         contract.test_second_backwards_are_right_or_refused_as_are_derivatives("fused", {}, reduction, torch.float32)

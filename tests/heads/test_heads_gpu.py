@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import test_heads_agree as agree
+import test_heads_contract as contract
 import torch
 from head_cases import OPTION_SETS, REDUCTIONS, Problem, assert_compiles, options, problem, run
 
@@ -27,12 +27,12 @@ def test_error_is_at_most_that_of_full(head, own, reduction, name, dtype):
     """With 20011 classes, rows of logits need padding."""
     shape = (1000, 20011, 264) if head == "fused" else (512, 20011 if dtype == torch.bfloat16 else 20000, 256)
     ones = torch.ones(shape[0], device="cuda")
-    agree.test_sixteen_bit_error_is_that_of_full(own, dtype, name, reduction, head, shape, ones, "cuda")
+    contract.test_sixteen_bit_error_is_that_of_full(own, dtype, name, reduction, head, shape, ones, "cuda")
 
 
 @pytest.mark.parametrize("head, first", [(head, first) for head in ("chunked", "fused") for first in range(0, 120, 10)])
 def test_calls_drawn_by_chance(head, first):
-    agree.test_calls_drawn_by_chance(first, head, (3000, 60000, 1500), "cuda")
+    contract.test_calls_drawn_by_chance(first, head, (3000, 60000, 1500), "cuda")
 
 
 @plain_or_all
@@ -48,9 +48,9 @@ def test_kernels_for_any_gpu(name, reduction, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_holds_on_a_cpu_holds_here(head, own, dtype):
     """On CUDA a scalar takes the other operand's dtype, and rows of logits are padded."""
-    agree.test_rows_of_logits_start_on_multiples_of_eight(own, dtype, head, "cuda")
-    agree.test_the_upstream_scalar_is_not_rounded_to_16_bits("cuda")
-    agree.test_full_has_second_derivatives("cuda")
+    contract.test_rows_of_logits_start_on_multiples_of_eight(own, dtype, head, "cuda")
+    contract.test_the_upstream_scalar_is_not_rounded_to_16_bits("cuda")
+    contract.test_full_has_second_derivatives("cuda")
 
 
 @pytest.mark.parametrize("chunks", [1, 4, 16])

@@ -146,23 +146,6 @@ def results(call: Callable[..., Any], p: Problem, every_target: Tensor, grad=(Tr
     return found
 
 
-def manners() -> Cases:
-    p, q = problem(150, 257, 64, dtype=torch.bfloat16), problem(20, sum(FEW), 64, dtype=torch.float16)
-    return {
-        "the loss and dE have the same bits everywhere": same_bits,
-        "chunked, 16 bits": partial(sixteen_bits, p, ROWS, CHUNKED),
-        "calls are compared once": compared_once,
-        "chunked, the least workspace": counted,
-        "fused, targets elsewhere write nothing": within_bounds,
-        "fused, 16 bits": partial(sixteen_bits, q, FEW, {"head": "fused"}),
-        "fused, compiled": compiled,
-        "fused, a workspace that decides for one rank alone": of_the_largest,
-        "options left out are the defaults": the_same,
-        "refused: a DTensor": sharded,
-        "refused: a backend for CUDA alone": backend,
-    }
-
-
 def of_the_largest() -> None:
     """Between what ranks with 200 and with 8 rows would take for gradients in the forward: all must decide alike."""
     p = problem(9, 216, 8, dtype=torch.float32)
@@ -354,7 +337,20 @@ def wrapped(case: str) -> None:
 def cases(size: int, folder: Path) -> Cases:
     if size != SIZE:
         return {f"patch_head, {name}": partial(wrapped, name) for name in WRAPPED}
-    found = {**values(), **manners()}
+    p, q = problem(150, 257, 64, dtype=torch.bfloat16), problem(20, sum(FEW), 64, dtype=torch.float16)
+    found = values() | {
+        "the loss and dE have the same bits everywhere": same_bits,
+        "chunked, 16 bits": partial(sixteen_bits, p, ROWS, CHUNKED),
+        "calls are compared once": compared_once,
+        "chunked, the least workspace": counted,
+        "fused, targets elsewhere write nothing": within_bounds,
+        "fused, 16 bits": partial(sixteen_bits, q, FEW, {"head": "fused"}),
+        "fused, compiled": compiled,
+        "fused, a workspace that decides for one rank alone": of_the_largest,
+        "options left out are the defaults": the_same,
+        "refused: a DTensor": sharded,
+        "refused: a backend for CUDA alone": backend,
+    }
     found |= {f"another {what} on one rank": partial(refuses, *case) for what, case in LAST.items()}
     found |= {f"refused: {what}": partial(refuses, {}, *case) for what, case in EVERY.items()}
     return found | {"groups made anew": partial(groups_made_anew, folder)}  # it leaves another group

@@ -21,8 +21,8 @@ TOKENS, VOCABULARY, HIDDEN = 48, 300, 16
 SIZES = dict(tokens=TOKENS, vocabulary=VOCABULARY, hidden=HIDDEN)
 FULL, ALONE = Case("full"), Case("full", gradients=False)
 OPTIONS = [
-    {"linear_bias": "vocabulary"}, {"weight": "vocabulary"}, {"label_smoothing": 0.1}, {"softcap": 30.0},
-    {"z_loss": 1e-4}, {"token_weight": "tokens"}, {"return_stats": True}, {"reduction": "none"},
+    {"linear_bias": "vocabulary"}, {"weight": "vocabulary"}, {"token_weight": "tokens"}, {"softcap": 30.0},
+    {"return_stats": True}, {"reduction": "none"},
 ]  # fmt: skip
 
 

@@ -66,9 +66,7 @@ def test_a_lead_in_queues_as_many_products_as_fill_its_time(monkeypatch):
 
 def test_least_time_of_a_step():
     for copies, seconds in (
-        (((0, 0), (0, 0)), 0.0),
         (((200, 0), (0, 0)), 2.0),  # the forward has the link to itself
-        (((0, 0), (200, 0)), 2.0),  # so does the backward if no gradients leave
         (((0, 0), (0, 100)), 2.0),
         (((100, 0), (80, 40)), 1.0 + 1.0),  # both directions end together
         (((100, 0), (80, 140)), 1.0 + 1.0 + 2.0),  # 100 bytes of gradients are left, alone at 50 bytes/s
