@@ -206,8 +206,7 @@ def test_a_rank_that_fails_or_sleeps_ends_all_with_its_message(tmp_path, how, me
 
 
 @pytest.mark.parametrize(
-    ("how", "why"),
-    [("oom", "no memory"), pytest.param("killed", "the process was killed: host memory", marks=posix)],
+    ("how", "why"), [("oom", "no memory"), pytest.param("killed", "the process was killed: host memory", marks=posix)]
 )
 def test_no_memory_on_a_rank_is_a_status(tmp_path, capfd, how, why):
     frame = run(tmp_path, how=how).frame()
