@@ -83,14 +83,16 @@ def test_state_leaves_while_it_is_updated_in_the_backward_or_if_clipped_in_the_n
     """Each byte once: weights, their gradients, and moments of 4 bytes; the last two layers' weights stay. Layers that
     all stay on the device move nothing."""
     setting = dict(model="tiny", mode="slide", dtype="float32", batch=1, seq=8, optimizer={"name": "adamw"})
-    changes = {"max_grad_norm": None}, {"max_grad_norm": 1.0}, {"choice": Choice(resident=sizes("tiny")["layers"])}
-    unclipped, clipped, resident = (TrainSession(**setting, device="cpu", **more).trainer for more in changes)
+    choices = [{"choice": choice} for choice in (Choice(resident=sizes("tiny")["layers"]), Choice(host_share=1.0))]
+    changes = {"max_grad_norm": None}, {"max_grad_norm": 1.0}, *choices
+    unclipped, clipped, resident, by_host = (TrainSession(**setting, device="cpu", **more).trainer for more in changes)
     layers = [*clipped.engine.schedule.layers.values()]
     whole, one = sum(layer.flat.nbytes for layer in layers), layers[0].flat.nbytes
     again, state = whole - 2 * one, 2 * whole
     assert step_bytes(unclipped) == (again, 0, again + state, whole + state, 0)
     assert step_bytes(clipped) == (2 * whole + state, whole + state, again, whole, 0)
     assert step_bytes(resident) == (0, 0, 0, 0, 0)
+    assert step_bytes(by_host) == (whole, 0, again, whole, 2 * (state + whole) + whole)  # read: no master
 
 
 def test_a_timeline_keeps_the_peaks_of_both_kinds_of_memory(monkeypatch):
