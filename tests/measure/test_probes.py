@@ -81,7 +81,7 @@ def test_least_time_of_a_step():
 
 def test_state_leaves_while_it_is_updated_in_the_backward_or_if_clipped_in_the_next_forward():
     """Each byte once: weights, their gradients, and moments of 4 bytes; the last two layers' weights stay. Layers that
-    all stay on the device move nothing."""
+    all stay on the device move nothing; those that the CPU updates send it their gradients."""
     setting = dict(model="tiny", mode="slide", dtype="float32", batch=1, seq=8, optimizer={"name": "adamw"})
     choices = [{"choice": choice} for choice in (Choice(resident=sizes("tiny")["layers"]), Choice(host_share=1.0))]
     changes = {"max_grad_norm": None}, {"max_grad_norm": 1.0}, *choices
