@@ -159,15 +159,13 @@ def test_no_number_is_typed_by_hand_and_figures_and_tables_are_those_of_the_note
             assert found == drawn(report, kind)
 
 
-WORDS = "a long sentence about what was measured, where and why, which no line of a table can hold"
-
-
 @needs_tex
 def test_a_table_of_any_width_fits_plain_article_and_shows_its_texts(tmp_path):
     """A row's first text may be what LaTeX takes for the space or the star of the command that ended the row before."""
-    wide = [{"what": WORDS, "head": "chunked-vocabulary"} | {f"column {i} (ms)": 12345.678 * i for i in range(12)}] * 3
+    words = "a long sentence about what was measured, where and why, which no line of a table can hold"
+    wide = [{"what": words, "head": "chunked-vocabulary"} | {f"column {i} (ms)": 12345.678 * i for i in range(12)}] * 3
     texts = ["[8192, 2304]", "[2em]", "* best", "≤ 3, ≥ 1, −1, 50 % of a_b", r"\alpha & {x} #1 $"]
-    tables = [(wide, 2), ([{"asked": WORDS, "answer": WORDS}], 2), ([{"share": 0.5}], 1), ([], 1), ([{"a": None}], 1)]
+    tables = [(wide, 2), ([{"asked": words, "answer": words}], 2), ([{"share": 0.5}], 1), ([], 1), ([{"a": None}], 1)]
     tables += [([{"[s]": text, 4: 1.5} for text in texts], 1)]
     shown = r"\noindent\setbox0\hbox{%s}\typeout{WIDTH \the\wd0}\copy0"
     body = "\n\n".join(shown % to_latex(make_table(rows), columns) for rows, columns in tables)

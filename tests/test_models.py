@@ -92,9 +92,7 @@ def test_changes_that_make_no_model_are_named(preset, changes, message):
 
 
 def test_a_hub_name_without_a_network_is_one_error_with_a_whole_sentence(monkeypatch):
-    said = (
-        "We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in the cached files."
-    )
+    said = "We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in the cache."
 
     def offline(*_, **__):
         assert not logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING)

@@ -217,8 +217,7 @@ def test_sparsity_counts_what_it_says():
 def test_padding_leaks_into_no_gradient_and_a_head_that_multiplies_it_in_is_found(monkeypatch):
     records, heads = Records(), {"full": FULL, "chunked": Case("chunked"), "fused": Case("fused")}
     reduced = {(n, r): Case(n, options={"reduction": r}) for n in heads for r in ("mean", "sum", "none")}
-    given = SimpleNamespace(tokens=48, sequences=2, workspace="1MiB", error_bound=1e-5, measure=False)
-    given.vocabulary, given.hidden = SIZES["vocabulary"], SIZES["hidden"]
+    given = SimpleNamespace(**SIZES, sequences=2, workspace="1MiB", error_bound=1e-5, measure=False)
     made = run_cells("chunks", "imports", p=given, records=records)
     made |= {"heads": heads, "reduced": reduced, "layer": HeadBench(**SIZES, dtype="float32", device="cpu")}
     given.measure = True
@@ -235,9 +234,7 @@ def test_padding_leaks_into_no_gradient_and_a_head_that_multiplies_it_in_is_foun
 
 @pytest.mark.parametrize(("notebook", "parameter"), [("t1m3", "fused_workspace"), ("chunks", "workspace")])
 def test_a_workspace_without_its_unit_is_refused_before_anything_is_measured(notebook, parameter):
-    p = SimpleNamespace(
-        **{"chunks": 2, "tokens": 48, "vocabulary": 300, "hidden": 16, "measure": False, parameter: "300"}
-    )
+    p = SimpleNamespace(**SIZES, chunks=2, measure=False, **{parameter: "300"})
     refused(partial(run_cells, notebook, "imports", p=p), "bad size '300'; allowed: 1048576 to 2**60 bytes")
 
 

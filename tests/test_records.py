@@ -117,7 +117,6 @@ def test_the_commit_is_gits_or_else_the_environments(checkout, monkeypatch):
 @pytest.mark.parametrize(
     ("losses", "bound", "difference", "right"),
     [
-        ({"gpu": [2.0, 1.0], "slide": [2.0, 1.0]}, 0.0, 0.0, {"gpu", "slide"}),
         ({"gpu": [4.0], "slide": [4.5]}, 0.2, 0.125, {"gpu", "slide"}),
         ({"gpu": [2.0, 1.0], "slide": [2.0, 1.25], "ckpt": [2.0, 1.0]}, 0.2, 0.25, {"gpu", "ckpt"}),
         ({"gpu": [2.0, 1.0], "slide": [math.nan, 1.0]}, 0.2, math.inf, {"gpu"}),

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pandas as pd
 import pytest
 import torch
-from copies import CHECKOUT, largest_file, names
+from copies import CHECKOUT, largest_file, names, python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from t1lib import signals
@@ -134,30 +134,19 @@ def test_a_run_keeps_its_length_and_warmup_unless_told(tmp_path, command, refuse
     assert (options["steps"], options["warmup"], options["schedule"]) == (8, 1, "cosine")
 
 
-SLOW = "import time\nprint('now', flush=True)\ntry: time.sleep(60)\nexcept BaseException: time.sleep(60)"
-
-
 @pytest.mark.parametrize("given, there", [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
-def test_waiting_threads_are_told_to_spin_less_before_pytorch_is_imported(given, there):
+def test_waiting_threads_are_told_to_spin_less_before_pytorch_is_imported(tmp_path, monkeypatch, given, there):
     """Later would be too late. A busy CPU slowed it fifteenfold."""
-    code = """
-import os, sys
-class Watch:
-    def find_spec(name, *_):
-        if name == "torch":
-            print("torch", os.environ.get("GOMP_SPINCOUNT"))
-sys.meta_path.insert(0, Watch)
-from t1lib.__main__ import main
-main(["train", "--model", "nope"])
-"""
-    own = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}  # other tests may have set it
-    run = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, env=own | given, capture_output=True, text=True)
-    assert run.stdout.split() == ["torch", there] and "unknown model 'nope'" in run.stderr
+    # Found before the other, and says what it finds.
+    (tmp_path / "torch.py").write_text("import os, sys\nsys.exit(os.environ['GOMP_SPINCOUNT'])")
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)  # other tests may have set it
+    assert python("-m", "t1lib", *SMALL, cwd=tmp_path, code=1, **given) == f"{there}\n"
 
 
 def test_interrupted_while_starting_it_ends_with_one_line(tmp_path):
     """Also in a library that catches everything."""
-    (tmp_path / "torch.py").write_text(SLOW)  # found before the other
+    slow = "import time\nprint('now', flush=True)\ntry: time.sleep(60)\nexcept BaseException: time.sleep(60)"
+    (tmp_path / "torch.py").write_text(slow)  # found before the other
     command = [sys.executable, "-m", "t1lib", *SMALL, "--out", "a"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
