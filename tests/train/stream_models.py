@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    GraniteConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-)
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 
 from t1lib.train import build_model
 
@@ -70,7 +61,10 @@ class Blocks(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, mask, scale=0.8)
         logits = self.head(self.norm(hidden))
-        return SimpleNamespace(logits=logits, loss=None if labels is None else cross_entropy(logits, labels))
+        if labels is None:
+            return SimpleNamespace(logits=logits)
+        kept, following = logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()
+        return SimpleNamespace(logits=logits, loss=nn.functional.cross_entropy(kept, following))
 
 
 class Fault:
@@ -192,95 +186,3 @@ def data(count: int = 4, *, padded: bool = False, device: str = "cpu", rows: int
             batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
         found.append({name: value.to(device) for name, value in batch.items()})
     return found
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
-
-
-GRANITE = partial(made, GraniteConfig(**SHAPE, logits_scaling=0.5))
-NEOX = partial(made, GPTNeoXConfig(**SHAPE))
-GPT2 = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-
-
-class Placed(nn.Embedding):
-    """Embeds tokens at their positions: looks up others than it is given."""
-
-    def __init__(self, tokens: nn.Embedding) -> None:
-        super().__init__(7, tokens.embedding_dim)
-        self.tokens = tokens
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(torch.arange(ids.shape[1])) + self.tokens(input=ids)
-
-
-class FlatMask(Block):
-    """Its mask is (rows · heads, tokens, tokens)."""
-
-    def forward(self, hidden: Tensor, mask: Tensor, *, scale: float) -> Tensor:
-        return super().forward(hidden, mask.view(len(hidden), -1, *mask.shape[1:]), scale=scale)
-
-
-def flatten_masks(model: nn.Module) -> None:
-    for block in model.blocks:
-        block.__class__ = FlatMask
-        block.register_forward_pre_hook(lambda _, given: (given[0], given[1].repeat(len(given[0]) * 4, 1, 1)))
-
-
-# Every forward changes buffers, on which the next one depends.
-spectral = partial(changed, blocks, lambda m: [parametrizations.spectral_norm(block.up) for block in m.blocks])
-placed = partial(changed, blocks, lambda m: setattr(m, "embed", Placed(m.embed)))
-masked_by_head = partial(changed, blocks, flatten_masks)
-sparse = partial(changed, blocks, lambda m: setattr(m.embed, "sparse", True))  # gradients of its embedding are
-
-
-def two_adapters() -> nn.Module:
-    """In float32, for 16-bit weights. The second ones are frozen."""
-    model = adapted(torch.bfloat16, base=llama, dropout=0.0)
-    model.add_adapter("other", model.peft_config["default"])
-    for name, param in model.named_parameters():
-        if "lora_B.other" in name:
-            nn.init.normal_(param, std=0.02)
-    return model
-
-
-def of_two_kinds() -> nn.Module:
-    """Adapters to choose from: those of DoRA, the active ones, need the values of a layer's last product."""
-    model = adapted(dropout=0.0, target_modules=["q_proj"])
-    config = type(model.peft_config["default"])(r=2, use_dora=True, target_modules=["q_proj", "down_proj"])
-    model.add_adapter("other", config)
-    model.set_adapter("other")
-    for name, param in model.named_parameters():
-        param.requires_grad_("lora_" in name or "embed" in name)
-    return model
-
-
-def with_scale() -> nn.Module:
-    """A parameter of the optimizer's that soon is none of the model's."""
-    model = qwen3()
-    model.t1_scale = nn.Parameter(torch.tensor(0.5))
-    return model
-
-
-class Moody(Block):
-    """By chance or by its number it is skipped, or leaves its rest out; looks at its output, and keeps it."""
-
-    number = 0
-
-    def forward(self, hidden: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
-        if self.number == 0 and torch.rand(()) < 0.5:
-            return hidden
-        out = super().forward(hidden, mask, scale=scale)
-        if self.number == 1 or (self.number == 2 and torch.rand(()) < 0.5):
-            return hidden + 0.1 * (out - hidden).square()
-        self.last = out.detach()
-        return out if out.detach().abs().max() < 1e3 else out.clamp(-1e3, 1e3)
-
-
-def moody() -> nn.Module:
-    """Nothing below the layer that is skipped trains."""
-    model = blocks()
-    model.embed.requires_grad_(False)
-    for number, block in enumerate(model.blocks):
-        block.__class__, block.number = Moody, number
-    return model

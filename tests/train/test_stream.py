@@ -3,38 +3,18 @@ loop looks at or changes in between, has the bits of a plain PyTorch model, in f
 
 import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 import stream_models
-import stream_odd_loops as odd
+import stream_odd as odd
 import torch
 from stream_cases import PLACES, Masters, case, compare, masters, pieces, streaming
 from stream_loops import RATES, adamw, evaluated, grouped, model_loss, own_clip, sgd, torch_clip, train, two_forwards
-from stream_models import (
-    GPT2,
-    GRANITE,
-    MODELS,
-    NEOX,
-    adapted,
-    blocks,
-    changed,
-    data,
-    frozen,
-    llama,
-    made,
-    masked_by_head,
-    moody,
-    of_two_kinds,
-    placed,
-    qwen3,
-    sparse,
-    spectral,
-    two_adapters,
-    with_scale,
-)
+from stream_models import MODELS, adapted, blocks, changed, data, frozen, llama, made, partly_used, qwen3
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -56,16 +36,9 @@ FROZEN = {
 }  # fmt: skip
 
 
-def late_gradients() -> dict[str, dict[str, Any]]:
-    """That come after a step count in the next one, as do those of a forward before the step."""
-    found = {}
-    for what, late in odd.LATE.items():
-        own = {"before": partial(odd.step_again, late), "zero": lambda model: None}
-        found[f"gradients of {what} after a step"] = case(blocks, **own)
-        if what != "a layer":  # refused, as in plain PyTorch
-            own["clip"] = partial(odd.keep_late, late)
-            found[f"gradients of {what} after a step, of a forward before it"] = case(blocks, **own)
-    return found
+def adding(late: Callable[..., Tensor], clip: Callable[..., None] | None = None) -> dict[str, Any]:
+    own = {"before": partial(odd.step_again, late), "clip": clip and partial(clip, late)}
+    return case(blocks, **own, zero=lambda model: None)
 
 
 square = [{name: value[:, :4] for name, value in batch.items()} for batch in data(padded=True)]
@@ -85,11 +58,11 @@ CASES: dict[str, dict[str, Any]] = {
     "as many rows as tokens": case(blocks, batches=square, **pieces(2)),
     "batches of other shapes": case(MODELS["gemma3"], batches=shapes(), choice=ON_HOST),
     "two forwards of a view, all on the host": case(qwen3, loss=odd.two_forwards_of_a_view, choice=ON_HOST),
-    "sparse gradients, all on the host": case(sparse, partial(sgd, momentum=0.0, weight_decay=0.0), choice=OUTER),
+    "sparse gradients, all on the host": case(odd.sparse, partial(sgd, momentum=0.0, weight_decay=0.0), choice=OUTER),
     "no tokens before others, all on the host": case(
         qwen3, before=lambda m, o, batch: m.get_input_embeddings()(batch["input_ids"][:0]), choice=OUTER
     ),
-    "positions before tokens, all on the host": case(placed, choice=OUTER),
+    "positions before tokens, all on the host": case(odd.placed, choice=OUTER),
     "evaluation without dropout": case(partial(blocks, dropout=0.2), sgd, after=evaluated, clip=own_clip),
     "evaluation while gradients wait on the device": case(qwen3, clip=odd.inferred, choice=Choice(grads="device")),
     "generation, kept": case(qwen3, after=odd.generated, choice=Choice(resident=1, keep=4)),
@@ -98,19 +71,22 @@ CASES: dict[str, dict[str, Any]] = {
     "inference mode first, with a budget": case(llama, loss=odd.beside_inferred, gpu_memory="1GiB"),
     "moved to where it is": case(qwen3, after=lambda m: float(m.to("cpu").float().train().training)),
     # which `make_trainer` refuses; here the loss is the model's own
-    "a model that scales its logits, with a budget": case(GRANITE, gpu_memory="1GiB"),
-    "other names of a model's parts, with a budget": case(NEOX, gpu_memory="1GiB"),
-    "a mask that is not cut by rows, with a budget": case(masked_by_head, gpu_memory="1GiB"),
+    "a model that scales its logits, with a budget": case(odd.GRANITE, gpu_memory="1GiB"),
+    "other names of a model's parts, with a budget": case(odd.NEOX, gpu_memory="1GiB"),
+    "a mask that is not cut by rows, with a budget": case(odd.masked_by_head, gpu_memory="1GiB"),
     "adapters of the output layer, with a budget": case(
         partial(adapted, dropout=0.0, base=llama, target_modules=["q_proj", "lm_head"]), gpu_memory="1GiB"
     ),
     # a recomputation would attend to what the forward has left in a cache, however it comes
     # the biases' gradients are zero but for rounding
     "a cache by position, by rows": case(
-        partial(frozen, "attn.bias", made, config=GPT2), after=lambda m: odd.inferred(m).item(), micro_batch=1, rel=1e-5
+        partial(frozen, "attn.bias", made, config=odd.GPT2),
+        after=lambda m: odd.inferred(m).item(),
+        micro_batch=1,
+        rel=1e-5,
     ),
-    "a cache by position, kept": case(partial(made, GPT2), choice=Choice(keep=2)),
-    "buffers that a forward changes, with a budget that keeps activations": case(spectral, gpu_memory="1GiB"),
+    "a cache by position, kept": case(partial(made, odd.GPT2), choice=Choice(keep=2)),
+    "buffers that a forward changes, with a budget that keeps activations": case(odd.spectral, gpu_memory="1GiB"),
     "a layer that writes to an argument, kept": case(
         partial(changed, blocks, stream_models.write_masks), choice=Choice(keep=4)
     ),
@@ -120,14 +96,14 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"frozen: {what}": case(partial(frozen, names), clip=own_clip) for what, names in FROZEN.items()},
     "frozen: a tied embedding": case(partial(frozen, "embed", qwen3)),
     # parameters without a gradient do not decay
-    "without a gradient": case(stream_models.partly_used, half_decay),
-    "without a gradient, masters": masters(stream_models.partly_used, half_decay),
+    "without a gradient": case(partly_used, half_decay),
+    "without a gradient, masters": masters(partly_used, half_decay),
     "adapters": case(partial(adapted, dropout=0.0), **pieces(None)),
     # dropout draws the same numbers again
     "adapters, dropout": case(adapted, clip=own_clip, **pieces(None)),
     "adapters, much dropout": case(partial(adapted, dropout=0.5), clip=torch_clip, **pieces(None)),
     "adapters, padded rows": case(adapted, batches=padded, **pieces(2)),
-    "adapters in float32, others for reference": case(two_adapters, loss=odd.beside_reference),
+    "adapters in float32, others for reference": case(odd.two_adapters, loss=odd.beside_reference),
     "adapters in float32": case(partial(adapted, torch.bfloat16, base=llama)),
     "dropout in attention": case(partial(qwen3, attention_dropout=0.3), loss=two_forwards, **pieces(None)),
     "dropout, some rows at a time": case(dropping, **pieces(3)),
@@ -138,17 +114,17 @@ EVERYWHERE: dict[str, dict[str, Any]] = {  # wherever layers, state, gradients a
     "masters, momentum": masters(blocks, sgd),
     "masters, clipped": masters(llama, clip=own_clip),
     "dropout": case(dropping, loss=two_forwards, **pieces(None)),
-    "a cache by another name": case(NEOX),
+    "a cache by another name": case(odd.NEOX),
     # the first forward's output layer reads its weight when layers of the second have run their backward
     "two forwards": case(qwen3, loss=two_forwards, clip=own_clip),
     # one backward may add up gradients
     "two forwards, without accumulation": case(qwen3, sgd, loss=two_forwards) | {"accumulate": False},
-    "layers that do not do the same every time": case(moody),
+    "layers that do not do the same every time": case(odd.moody),
     "a checkpoint around the embedding": case(qwen3, loss=odd.embedding_again),
     "gradients of inputs alone": case(qwen3, loss=odd.of_inputs_alone, clip=lambda m, o: m.t1_given.grad.norm()),
     "a weight that is frozen before the backward": case(qwen3, loss=odd.freezing),
     "adapters of two kinds, in turns": case(
-        of_two_kinds, before=lambda m, o, b: m.set_adapter("default" if m.active_adapter == "other" else "other")
+        odd.of_two_kinds, before=lambda m, o, b: m.set_adapter("default" if m.active_adapter == "other" else "other")
     ),
     # updates of which the weights, in 16 bits, see none for a while
     "weights swapped for an average": masters(qwen3, partial(adamw, lr=1e-5), after=odd.of_average),
@@ -167,14 +143,23 @@ EVERYWHERE: dict[str, dict[str, Any]] = {  # wherever layers, state, gradients a
     ),
     "gradients held once, while more accumulate": case(qwen3, sgd, accumulate=2, clip=odd.hold_once, zero=False),
     "weights of layers written through aliases": case(blocks, before=odd.write_layers),
-    "weights of embedding and head written through aliases": case(blocks, before=odd.hold_outer, clip=odd.write_outer),
+    "weights of embedding and head written through aliases": case(
+        blocks, before=odd.hold_outer, clip=lambda m, o: torch._foreach_mul_(m.t1_held, 0.9) and None
+    ),
     "a look at the state within a layer": case(blocks, before=odd.save_within),
-    **late_gradients(),
+    # gradients that come after a step count in the next one, as do those of a forward before the step
+    **{f"gradients of {what} after a step": adding(odd.LATE[what]) for what in odd.LATE},
+    **{
+        f"gradients of {what} after a step, of a forward before it": adding(odd.LATE[what], odd.keep_late)
+        for what in ("the embedding", "the head")  # not those of a layer: refused, as in plain PyTorch
+    },
     **{
         f"changed in between: {what}": case(blocks, before=partial(odd.refused_late, odd.CHANGES[what]))
         for what in odd.CHANGES
     },
-    "a parameter that is the optimizer's alone": case(with_scale, loss=odd.scaled, clip=odd.clip_all_of_the_optimizer),
+    "a parameter that is the optimizer's alone": case(
+        odd.with_scale, loss=odd.scaled, clip=odd.clip_all_of_the_optimizer
+    ),
     "gradients whose data is assigned": case(qwen3, clip=odd.give_other_data, zero=False),
     "a gradient that is kept": case(qwen3, clip=odd.keep_first),
     "a gradient that is kept, dropped by layers": case(qwen3, clip=odd.keep_first, zero=lambda m: m.model.zero_grad()),

@@ -1,5 +1,5 @@
-"""What users' loops do that streaming must notice: they look, write, freeze, drop, keep, save and change things at odd
-moments, as a user of plain PyTorch writes it."""
+"""Models that are odd, and what users' loops do that streaming must notice: they look, write, freeze, drop, keep, save
+and change things at odd moments, as a user of plain PyTorch writes it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,12 +8,92 @@ from typing import Any
 import pytest
 import torch
 from stream_loops import RATES, adamw, evaluated, model_loss, own_clip, torch_clip, train
-from stream_models import data, layers_of
+from stream_models import SHAPE, Block, adapted, blocks, changed, data, frozen, layers_of, llama, made, qwen3
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, prune
+from torch.nn.utils import clip_grad_norm_, parametrizations, prune
 from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPTNeoXConfig, GraniteConfig
 
 from t1lib.errors import T1Error
+
+GRANITE = partial(made, GraniteConfig(**SHAPE, logits_scaling=0.5))
+NEOX = partial(made, GPTNeoXConfig(**SHAPE))
+GPT2 = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+
+
+class Placed(nn.Embedding):
+    """Embeds tokens at their positions: looks up others than it is given."""
+
+    def __init__(self, tokens: nn.Embedding) -> None:
+        super().__init__(7, tokens.embedding_dim)
+        self.tokens = tokens
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(torch.arange(ids.shape[1])) + self.tokens(input=ids)
+
+
+def flatten_masks(model: nn.Module) -> None:
+    """Give each layer a mask of (rows · heads, tokens, tokens)."""
+
+    def run(forward: Callable[..., Tensor], hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        return forward(hidden, mask.unflatten(0, (len(hidden), -1)), scale=scale)
+
+    for block in model.blocks:
+        block.forward = partial(run, block.forward)
+        block.register_forward_pre_hook(lambda _, given: (given[0], given[1].repeat(len(given[0]) * 4, 1, 1)))
+
+
+# Every forward changes buffers, on which the next one depends.
+spectral = partial(changed, blocks, lambda m: [parametrizations.spectral_norm(block.up) for block in m.blocks])
+placed = partial(changed, blocks, lambda m: setattr(m, "embed", Placed(m.embed)))
+masked_by_head = partial(changed, blocks, flatten_masks)
+sparse = partial(changed, blocks, lambda m: setattr(m.embed, "sparse", True))  # gradients of its embedding are
+# A parameter of the optimizer's that soon is none of the model's.
+with_scale = partial(changed, qwen3, lambda m: setattr(m, "t1_scale", nn.Parameter(torch.tensor(0.5))))
+
+
+def two_adapters() -> nn.Module:
+    """In float32, for 16-bit weights. The second ones are frozen."""
+    model = adapted(torch.bfloat16, base=llama, dropout=0.0)
+    model.add_adapter("other", model.peft_config["default"])
+    for name, param in model.named_parameters():
+        if "lora_B.other" in name:
+            nn.init.normal_(param, std=0.02)
+    return model
+
+
+def of_two_kinds() -> nn.Module:
+    """Adapters to choose from: those of DoRA, the active ones, need the values of a layer's last product."""
+    model = adapted(dropout=0.0, target_modules=["q_proj"])
+    config = type(model.peft_config["default"])(r=2, use_dora=True, target_modules=["q_proj", "down_proj"])
+    model.add_adapter("other", config)
+    model.set_adapter("other")
+    for name, param in model.named_parameters():
+        param.requires_grad_("lora_" in name or "embed" in name)
+    return model
+
+
+class Moody(Block):
+    """By chance or by its number it is skipped, or leaves its rest out; looks at its output, and keeps it."""
+
+    number = 0
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        if self.number == 0 and torch.rand(()) < 0.5:
+            return hidden
+        out = super().forward(hidden, mask, scale=scale)
+        if self.number == 1 or (self.number == 2 and torch.rand(()) < 0.5):
+            return hidden + 0.1 * (out - hidden).square()
+        self.last = out.detach()
+        return out if out.detach().abs().max() < 1e3 else out.clamp(-1e3, 1e3)
+
+
+def moody() -> nn.Module:
+    """Nothing below the layer that is skipped trains."""
+    model = frozen("embed")
+    for number, block in enumerate(model.blocks):
+        block.__class__, block.number = Moody, number
+    return model
 
 
 def two_forwards_of_a_view(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -207,10 +287,6 @@ def hold_outer(model: nn.Module, optimizer: Any, batch: Any) -> None:
         model.t1_held = [model.embed.weight.detach(), model.head.weight.detach()]
 
 
-def write_outer(model: nn.Module, optimizer: Any) -> None:
-    torch._foreach_mul_(model.t1_held, 0.9)
-
-
 def save_within(model: nn.Module, optimizer: Any, batch: Any) -> None:
     """Within a layer's call, as a hook or a signal's handler may."""
     model.blocks[1].up.register_forward_hook(lambda *_: optimizer.state_dict() and None)
@@ -238,27 +314,19 @@ def change_weight(name: str, model: nn.Module, optimizer: Any, batch: dict[str, 
     return loss
 
 
-def change_everything(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> Tensor:
+def change_everything(forward: Callable[..., Tensor], model: nn.Module, optimizer: Any, batch: Any) -> Tensor:
     """By a step on another batch."""
-    late = model_loss(model, batch)
+    late = forward(model, batch)
     train(model, optimizer, data()[1:2])
     return late
 
 
-def change_head(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> Tensor:
-    """By a step, after a forward of the head alone."""
-    late = model.head(torch.ones(4, 32, requires_grad=True)).square().sum()
-    train(model, optimizer, data()[1:2])
-    return late
-
-
-CHANGED = ("head.weight", "blocks.0.up.weight", "blocks.3.qkv.weight")
 CHANGES: dict[str, Callable[..., Tensor]] = {
     "a mask": change_mask,
     "hidden states": change_hidden,
-    **{name: partial(change_weight, name) for name in CHANGED},
-    "everything": change_everything,
-    "the head": change_head,
+    **{n: partial(change_weight, n) for n in ("head.weight", "blocks.0.up.weight", "blocks.3.qkv.weight")},
+    "everything": partial(change_everything, model_loss),
+    "the head": partial(change_everything, lambda m, _: m.head(torch.ones(4, 32, requires_grad=True)).square().sum()),
 }
 
 
