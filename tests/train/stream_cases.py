@@ -1,7 +1,6 @@
 """Comparisons of the tests of `stream`: a streamed model against a plain one, and what both leave behind."""
 
 import gc
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -200,7 +199,3 @@ def held_bytes() -> int:
     tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
     storages = [t.untyped_storage() for t in tensors if t.layout == torch.strided and not t.is_nested]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-
-
-def threads() -> set[threading.Thread]:
-    return set(threading.enumerate())

@@ -18,7 +18,8 @@ from t1lib.errors import T1Error
 
 GRANITE = partial(made, GraniteConfig(**SHAPE, logits_scaling=0.5))
 NEOX = partial(made, GPTNeoXConfig(**SHAPE))
-GPT2 = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+GPT2 = partial(made, GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, **NO_DROPOUT))
 
 
 class Placed(nn.Embedding):
@@ -240,9 +241,9 @@ def clip_often(model: nn.Module, optimizer: Any) -> Tensor:
     return torch.stack([*norms, own_clip(model, optimizer, most=0.1)]).sum()
 
 
-def prune_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
-    if not hasattr(model, "t1_pruned"):
-        model.t1_pruned = prune.l1_unstructured(layers_of(model)[1].mlp.up_proj, "weight", 0.3)
+def prune_once(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    if not prune.is_pruned(model):
+        prune.l1_unstructured(layers_of(model)[1].mlp.up_proj, "weight", 0.3)
 
 
 def replace_forwards(model: nn.Module, optimizer: Any, batch: Any) -> None:
@@ -285,11 +286,6 @@ def hold_outer(model: nn.Module, optimizer: Any, batch: Any) -> None:
     """While somebody holds an alias, the memory is not released, and what is there counts."""
     if not hasattr(model, "t1_held"):
         model.t1_held = [model.embed.weight.detach(), model.head.weight.detach()]
-
-
-def save_within(model: nn.Module, optimizer: Any, batch: Any) -> None:
-    """Within a layer's call, as a hook or a signal's handler may."""
-    model.blocks[1].up.register_forward_hook(lambda *_: optimizer.state_dict() and None)
 
 
 def change_mask(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> Tensor:

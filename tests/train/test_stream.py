@@ -14,7 +14,7 @@ import stream_odd as odd
 import torch
 from stream_cases import PLACES, Masters, case, compare, masters, pieces, streaming
 from stream_loops import RATES, adamw, evaluated, grouped, model_loss, own_clip, sgd, torch_clip, train, two_forwards
-from stream_models import MODELS, adapted, blocks, changed, data, frozen, llama, made, partly_used, qwen3
+from stream_models import MODELS, adapted, blocks, changed, data, frozen, llama, partly_used, qwen3
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -80,12 +80,9 @@ CASES: dict[str, dict[str, Any]] = {
     # a recomputation would attend to what the forward has left in a cache, however it comes
     # the biases' gradients are zero but for rounding
     "a cache by position, by rows": case(
-        partial(frozen, "attn.bias", made, config=odd.GPT2),
-        after=lambda m: odd.inferred(m).item(),
-        micro_batch=1,
-        rel=1e-5,
+        partial(frozen, "attn.bias", odd.GPT2), after=lambda m: odd.inferred(m).item(), micro_batch=1, rel=1e-5
     ),
-    "a cache by position, kept": case(partial(made, odd.GPT2), choice=Choice(keep=2)),
+    "a cache by position, kept": case(odd.GPT2, choice=Choice(keep=2)),
     "buffers that a forward changes, with a budget that keeps activations": case(odd.spectral, gpu_memory="1GiB"),
     "a layer that writes to an argument, kept": case(
         partial(changed, blocks, stream_models.write_masks), choice=Choice(keep=4)
@@ -132,7 +129,7 @@ EVERYWHERE: dict[str, dict[str, Any]] = {  # wherever layers, state, gradients a
     "decoding by hand": case(qwen3, after=odd.decoded_by_hand),
     "decoding by hand, by rows": case(qwen3, after=odd.decoded_by_hand, micro_batch=1, rel=1e-5),
     "modules whose forward is replaced": case(qwen3, before=odd.replace_forwards),
-    "weights that are pruned": case(qwen3, before=odd.prune_later),
+    "weights that are pruned": case(qwen3, before=odd.prune_once),
     "gradients clipped again and again": case(qwen3, clip=odd.clip_often),
     "a second step with the same gradients, unseen": case(
         blocks, before=lambda m, optimizer, b: optimizer.step(), zero=lambda m: None
@@ -146,7 +143,10 @@ EVERYWHERE: dict[str, dict[str, Any]] = {  # wherever layers, state, gradients a
     "weights of embedding and head written through aliases": case(
         blocks, before=odd.hold_outer, clip=lambda m, o: torch._foreach_mul_(m.t1_held, 0.9) and None
     ),
-    "a look at the state within a layer": case(blocks, before=odd.save_within),
+    # as a signal's handler may
+    "a look at the state within a layer": case(
+        blocks, before=lambda m, o, b: m.blocks[1].up.register_forward_hook(lambda *_: o.state_dict() and None)
+    ),
     # gradients that come after a step count in the next one, as do those of a forward before the step
     **{f"gradients of {what} after a step": adding(odd.LATE[what]) for what in odd.LATE},
     **{
