@@ -259,14 +259,6 @@ def keep_first(model: nn.Module, optimizer: Any) -> Tensor:
     return vars(model).setdefault("t1_kept", up_weight(model).grad).norm()
 
 
-def give_other_data(model: nn.Module, optimizer: Any) -> Tensor:
-    """What is held from the step before has them, too, as it is the same tensor."""
-    weight, kept = up_weight(model), vars(model).setdefault("t1_kept", up_weight(model).grad)
-    weight.grad.data = weight.grad.data * 2
-    assert weight.grad is weight.grad
-    return kept.norm()
-
-
 def hold_once(model: nn.Module, optimizer: Any) -> Tensor:
     """What is held from the first step on has the later gradients, too."""
     held = vars(model).setdefault("t1_held", [param.grad for param in model.parameters()])
@@ -304,10 +296,9 @@ def change_hidden(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) ->
 
 
 def change_weight(name: str, model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> Tensor:
-    loss = model_loss(model, batch)
-    with torch.no_grad():
-        model.get_parameter(name).mul_(0.9)
-    return loss
+    late = model_loss(model, batch)
+    torch.no_grad()(model.get_parameter(name).mul_)(0.9)
+    return late
 
 
 def change_everything(forward: Callable[..., Tensor], model: nn.Module, optimizer: Any, batch: Any) -> Tensor:

@@ -20,7 +20,6 @@ from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, Trace
 from t1lib.train import MODES, make_trainer
 from t1lib.train.modes import FsdpTrainer
-from t1lib.train.schedule import Schedule
 
 ADAMW, SGD, MOMENTUM = (OPTIMIZERS[name] for name in ("adamw", "sgd", "momentum"))
 MASTERS = OptimizerSpec("adamw", lr=1e-2)
@@ -205,14 +204,3 @@ def test_each_of_several_processes_has_a_gpu_of_its_own(monkeypatch):
     gpus |= {"current_device": lambda: current[-1], "set_device": current.append}
     with patch.multiple(torch.cuda, **gpus), patch.dict(os.environ, WORLD_SIZE="2", LOCAL_RANK="1"):
         assert make_trainer(one, "fsdp").device == torch.device("cuda", 1)
-
-
-def test_an_update_that_fails_is_the_error_of_a_step(monkeypatch):
-    monkeypatch.setattr(Schedule, "_update_on_host", lambda *_: 1 / 0)
-    trainer, batch = make_trainer(model(), "slide", choice=Choice(host_share=1.0)), ragged(1)[0]
-    with pytest.raises(ZeroDivisionError):
-        for _ in range(2):
-            trainer.step(batch)
-    for again in (trainer.step, trainer.evaluate):  # neither hangs
-        with pytest.raises(ZeroDivisionError):
-            again(batch)
