@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from t1lib.plan.cost import Choice
 
-ON_HOST, OUTER = Choice(outer="host", inputs="host"), Choice(outer="host")
+OUTER = Choice(outer="host")
 FROZEN = {
     "embedding": "embed", "lower layers": r"embed|\.0\.|\.1\.", "upper layers": r"\.2\.|\.3\.",
     "norms inside layers": "blocks.*norm", "all of a layer but its norms": r"blocks\.\d\.(?!norm)",
@@ -50,8 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no momentum": case(qwen3, partial(sgd, momentum=0.0)),
     "one micro-batch": case(blocks, **pieces(9)),
     "as many rows as tokens": case(blocks, batches=square, **pieces(2)),
-    "batches of other shapes": case(MODELS["gemma3"], batches=shapes, choice=ON_HOST),
-    "two forwards of a view, all on the host": case(qwen3, loss=odd.two_forwards_of_a_view, choice=ON_HOST),
+    "batches of other shapes": case(MODELS["gemma3"], batches=shapes, choice=Choice(outer="host", inputs="host")),
     "sparse gradients, all on the host": case(odd.sparse, partial(sgd, momentum=0.0, weight_decay=0.0), choice=OUTER),
     "no tokens before others, all on the host": case(
         qwen3, before=lambda m, o, batch: m.get_input_embeddings()(batch["input_ids"][:0]), choice=OUTER
