@@ -10,6 +10,7 @@ from t1lib.train.update import BLOCK, adamw_, join, new_state, split
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 SPLIT, SHORT = {"masters": "split"}, {"moments": "bfloat16"}
+UPWARD = {"betas": (0.0, 0.95), "maximize": True}
 ITS_OWN = (BLOCK + 37,)  # the last block is not full
 
 
@@ -21,13 +22,7 @@ def rule(params, **own):
 
 @pytest.mark.parametrize("scale", [None, torch.tensor(0.25)], ids=["plain", "scaled"])
 @pytest.mark.parametrize(
-    "layout, own, dtype",
-    [
-        ({}, {}, torch.float16),
-        (SPLIT, {}, torch.bfloat16),
-        ({}, {"betas": (0.0, 0.95), "maximize": True}, torch.float16),
-    ],
-    ids=str,
+    "layout, own, dtype", [({}, {}, torch.float16), (SPLIT, {}, torch.bfloat16), ({}, UPWARD, torch.float16)], ids=str
 )
 def test_updates_as_pytorchs_own(layout, own, dtype, scale):
     """Up to rounding: the error against float64 is at most about twice that of PyTorch's in float32."""

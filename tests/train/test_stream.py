@@ -55,6 +55,9 @@ CASES: dict[str, dict[str, Any]] = {
     "no tokens before others, all on the host": case(
         qwen3, before=lambda m, o, batch: m.get_input_embeddings()(batch["input_ids"][:0]), choice=OUTER
     ),
+    "a head without gradients, all on the host": case(
+        blocks, clip=lambda m, o: setattr(m.head.weight, "grad", None), choice=OUTER
+    ),
     "positions before tokens, all on the host": case(odd.placed, choice=OUTER),
     "evaluation without dropout": case(partial(blocks, dropout=0.2), sgd, after=evaluated, clip=own_clip),
     "evaluation while gradients wait on the device": case(qwen3, clip=odd.inferred, choice=Choice(grads="device")),
