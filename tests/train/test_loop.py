@@ -26,8 +26,6 @@ MASTERS = OptimizerSpec("adamw", lr=1e-2)
 SPLIT = OptimizerSpec("adamw", lr=1e-2, master_weights="split")
 ON_CPU = [mode for mode in MODES if mode != "gpu-graph"]
 OTHERS = [mode for mode in ON_CPU if mode != "gpu"]
-
-
 UNTIED = partial(model, tie_word_embeddings=False)
 REPORTS = partial(of_layers, tie_word_embeddings=False)
 GEMMA2 = partial(model, "gemma-2-2b", num_attention_heads=4, sliding_window=4)

@@ -52,6 +52,9 @@ CASES: dict[str, dict[str, Any]] = {
     "as many rows as tokens": case(blocks, batches=square, **pieces(2)),
     "batches of other shapes": case(MODELS["gemma3"], batches=shapes, choice=Choice(outer="host", inputs="host")),
     "sparse gradients, all on the host": case(odd.sparse, partial(sgd, momentum=0.0, weight_decay=0.0), choice=OUTER),
+    "an embedding of bounded rows, all on the host": case(
+        partial(changed, blocks, lambda m: setattr(m.embed, "max_norm", 5.0)), choice=OUTER
+    ),
     "no tokens before others, all on the host": case(
         qwen3, before=lambda m, o, batch: m.get_input_embeddings()(batch["input_ids"][:0]), choice=OUTER
     ),
