@@ -139,9 +139,7 @@ EVERYWHERE: dict[str, dict[str, Any]] = {  # wherever layers, state, gradients a
     ),
     "gradients held once, while more accumulate": case(qwen3, sgd, accumulate=2, clip=odd.hold_once, zero=False),
     "weights of layers written through aliases": case(blocks, before=odd.write_layers),
-    "weights of embedding and head written through aliases": case(
-        blocks, before=odd.hold_outer, clip=lambda m, o: torch._foreach_mul_(m.t1_held, 0.9) and None
-    ),
+    "weights of embedding and head written through aliases": case(blocks, before=odd.hold_outer, clip=odd.write_outer),
     # as a signal's handler may
     "a look at the state within a layer": case(
         blocks, before=lambda m, o, b: m.blocks[1].up.register_forward_hook(lambda *_: o.state_dict() and None)
