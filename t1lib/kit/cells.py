@@ -68,8 +68,7 @@ class Cells:
         self._runs = 0
 
     def begin(self, key: str, ids: Sequence[str | None], sources: Sequence[str]) -> None:
-        """A cell begins to run. What it made when it ran before is forgotten. `ids`, `sources`: those of the saved
-        notebook's cells."""
+        """A cell begins to run; what it made before is forgotten. `ids`, `sources`: of the saved notebook's cells."""
         self._runs += 1
         self.saved = {*ids, *sources}
         if self.known.keys() & {*ids}:  # the frontend gives ids: a new cell will be saved

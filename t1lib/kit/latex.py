@@ -45,8 +45,7 @@ def build(profile: str) -> list[Path]:
 
 
 def _build_one(outputs: Path) -> Path:
-    """Build the report on one finished run; the PDF goes next to the run's folder. Files from the runs in `BOTH` get
-    the experiment's name as a prefix."""
+    """Build the report on one finished run, next to its folder. Files of runs in `BOTH` have their names as prefix."""
     runs = {outputs.with_name(name): f"{name}-" for name in BOTH} | {outputs: ""}
     contents = {run: manifest.read(run) for run in runs}
     final = outputs.with_name(f"{outputs.name}.pdf")

@@ -58,9 +58,8 @@ def this_machine() -> Machine:
 
 def measure_machine(device: torch.device) -> Machine:
     """This machine's rates, measured in under a minute; on a CPU, "the device" is the CPU as well. What the device does
-    is timed by its own clock, so that a host that is slow to launch makes no rate smaller. Each is the median over
-    `ROUNDS` rounds, except for a launch: the least of the rounds' medians, because on a shared host it takes up to
-    twice as long in some rounds, but hardly ever in a step, which goes on launching."""
+    is timed by its own clock, as a slow host would make it seem slower. Each is the median over `ROUNDS` rounds; for a
+    launch, which on a shared host takes up to twice as long in some rounds, but hardly in steps, their least."""
     cuda, host, streams = device.type == "cuda", torch.device("cpu"), torch.get_device_module(device)
     dtype, size, numel = (torch.bfloat16, 8192, 2**26) if cuda else (torch.float32, 512, 2**20)
     matrix = torch.randn(size, size, device=device, dtype=dtype)
@@ -80,8 +79,7 @@ def measure_machine(device: torch.device) -> Machine:
     parts = split(build_model("tiny", dtype=dtype, device=device, num_hidden_layers=1))
     hidden = torch.zeros(1, 16, parts.norm.weight.numel(), dtype=dtype, device=device, requires_grad=True)
     given, named = layer_arguments(parts, hidden)
-    # For each rate the bytes or operations of a call, the call, and whose clock times it. The longest products come
-    # first: behind them, the host launches the device's other calls in time.
+    # By rate: a call's bytes or operations, the call, whose clock times it. Behind the products others launch in time.
     measures = {
         "flops": (2 * size**3, lambda: torch.mm(matrix, matrix), device),
         "memory": (2 * one.nbytes, lambda: one.add_(1), device),

@@ -174,12 +174,11 @@ def with_head(
     work: Work, head: str, workspace: int | None = None, chunks: int | None = None, by: str = "sequence",
     tail: str | None = None, filter_eps: float | None = None, **_: object,
 ) -> Work:  # fmt: skip
-    """The same work with an output layer, by the head's own options: the peak bytes that it holds beyond inputs and
-    gradients, in place of the budget of head `fused` (`workspace`, if given); and the bytes that it moves per logit,
-    beside the products (by notebook cce). Raises `T1Error` for a workspace that is too small for head `fused`.
+    """The same work with an output layer, by the head's own options: the peak bytes held beyond inputs and gradients,
+    in place of the budget of `fused` (`workspace`, if given), and the bytes moved per logit beside the products (by
+    notebook cce). Raises `T1Error` for a workspace that is too small for `fused`.
 
-    full      per logit, in float32: the log-probability, its gradient, and the gradient before the softmax; the
-              weight's gradient is made when these are freed
+    full      per logit, in float32: the log-probability and two gradients; the weight's comes when these are freed
     chunked   per logit of a chunk: the logit in 16 bits and in 32, and its gradient
     torch     likewise, or later a copy of the gradients; its small chunks each read and write the weight's gradient
     fused     what its plan in the workspace, or in so many chunks, needs, no more than full; on a CPU, others run
