@@ -17,7 +17,7 @@ from t1lib.errors import UnavailableError, choose
 from t1lib.heads.fused import kernels_run
 from t1lib.heads.fused_plan import TILES, device_of, up
 from t1lib.measure.peers import PEERS, loss_function
-from t1lib.measure.probes import LEAD_MS, AllocatorTimeline, lead_in, phases_ms, progress, rounds, storage_bytes
+from t1lib.measure.probes import AllocatorTimeline, lead_in, phases_ms, progress, rounds, storage_bytes
 from t1lib.measure.records import Records
 from t1lib.memory import is_out_of_memory
 
@@ -26,7 +26,7 @@ CHUNK_BYTES = 2**30  # most bytes of logits in a chunk of the reference
 PEAKED_STD = 6.0  # of the logits; for a trained model it is 5 to 8
 
 Key = tuple[str, ...]  # variant, phase, and whatever else tells two measurements of them apart
-Runner = Callable[[float], dict[str, float]]  # measures once, behind a lead-in of so many ms or, if 0, none: name → ms
+Runner = Callable[[bool], dict[str, float]]  # measures once, behind the lead-in or not: name → ms
 
 
 @dataclass(frozen=True)
@@ -133,17 +133,16 @@ class HeadBench:
         """Relative errors against the reference: `error_loss` and, if the case has them, `error_dE` and `error_dW`."""
         return differences("error", self.result(case), self.reference(case))
 
-    def times(self, case: Case, lead_ms: float = LEAD_MS) -> dict[str, float]:
+    def times(self, case: Case, lead: bool = True) -> dict[str, float]:
         """Times in ms. Without gradients: `loss`. With: `forward`, `backward`, `both` (their sum), and `host`, the time
-        that the host takes to issue both. lead_ms: of the lead-in; 0: measure without"""
+        that the host takes to issue both. lead: measure behind the lead-in"""
         self.forget()
-        lead = partial(self.lead, lead_ms) if lead_ms else None
-        times, host = phases_ms(self.call(case).phases, self.device, lead)
+        times, host = phases_ms(self.call(case).phases, self.device, self.lead if lead else None)
         return times | {"both": sum(times.values()), "host": host} if case.gradients else times
 
-    def products(self, lead_ms: float = LEAD_MS) -> dict[str, float]:
+    def products(self, lead: bool = True) -> dict[str, float]:
         """Times in ms of the floor, the three matrix products back to back, as in a head: `logits`, `dE`, `dW`."""
-        return phases_ms(self._products, self.device, self.lead if lead_ms else None)[0]
+        return phases_ms(self._products, self.device, self.lead if lead else None)[0]
 
     @cached_property
     def _products(self) -> dict[str, Callable[[], Tensor]]:
@@ -196,28 +195,25 @@ class HeadBench:
         self, records: Records, runners: dict[Key, Runner], repeats: int, warmup: int, often: Iterable[Key] = ()
     ) -> None:
         """Run the measurements of each key in `rounds`, and record their times (`<name>_ms`). A key that cannot be
-        measured, such as for lack of memory beside the others, gets a status and is dropped. A lead-in is as long as
-        the host took to launch the key's last warm-up, and at least 100 ms.
+        measured, such as for lack of memory beside the others, gets a status and is dropped.
 
         warmup  rounds before these, without the lead-in, not recorded
         often   keys that get further turns in every round, one for each time that they are listed
         """
-        running, count, lead_ms = dict(runners), Counter[Key](), dict.fromkeys(runners, LEAD_MS)
+        running, count = dict(runners), Counter[Key]()
         turns = [(key, False) for keys in rounds(list(runners), warmup) for key in keys]
         turns += [(key, True) for keys in rounds([*runners, *often], repeats) for key in keys]
         for key, queued in progress(turns, "turns"):
             if key not in running:
                 continue
             variant, phase, *_ = key
-            times, status, why = self.attempt(variant, partial(running[key], lead_ms[key] if queued else 0.0))
+            times, status, why = self.attempt(variant, partial(running[key], queued))
             if times is None:
                 records.status(variant, status, phase, why)
                 del running[key]
             elif queued:
                 records.put(variant, phase, {f"{name}_ms": ms for name, ms in times.items()}, count[key])
                 count[key] += 1
-            else:  # not of a sample, whose launches may wait for the lead-in itself
-                lead_ms[key] = max(LEAD_MS, times.get("host", 0.0))
 
 
 class Workspaces:

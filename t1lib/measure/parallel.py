@@ -25,7 +25,7 @@ from t1lib.heads import parse_bytes
 from t1lib.heads.fused import kernels_run
 from t1lib.measure.heads import Case, HeadBench, Key, Runner, free_cached
 from t1lib.measure.isolate import Isolated, VariantFailed, VariantOutOfMemory
-from t1lib.measure.probes import LEAD_MS, lead_in
+from t1lib.measure.probes import lead_in
 from t1lib.measure.records import Records, Row
 from t1lib.measure.session import TrainSession
 from t1lib.timing import synchronize
@@ -164,7 +164,7 @@ class Share(HeadBench):
     def lead(self) -> Callable[..., None]:
         """The lead-in and a collective, so that no rank's device continues before all have reached it."""
         queue, one = lead_in(self.device), torch.ones(1, device=self.device)
-        return lambda ms=LEAD_MS: (queue(ms), dist.all_reduce(one, dist.ReduceOp.MAX))
+        return lambda: (queue(), dist.all_reduce(one, dist.ReduceOp.MAX))
 
     def attempt(self, variant: str, action: Callable[[], Any]) -> tuple[Any, str, str]:
         """As `HeadBench.attempt`, with each value's maximum over all ranks. With several, no error is caught: one ends

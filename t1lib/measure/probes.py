@@ -27,19 +27,19 @@ LEAD_MS = 100.0  # on an H200, the clock takes as long to settle under products 
 T = TypeVar("T")
 
 
-def lead_in(device: torch.device) -> Callable[..., None]:
-    """A function that queues `ms` of work ahead of a sample, without waiting, so that the device is busy and warm while
+def lead_in(device: torch.device) -> Callable[[], None]:
+    """A function that queues `LEAD_MS` of work ahead of a sample, without waiting, so that the device is busy and warm while
     the host issues the timed work, as it is in a training step. On an idle device, a sample would measure the host's
     launches instead, and at a clock rate not yet lowered by the power limit. Does nothing on a CPU, where calls return
     when work is done."""
     if device.type != "cuda":
-        return lambda ms=0.0: None
+        return lambda: None
     a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
     product = partial(torch.mm, a, a, out=torch.empty_like(a))
-    each = median_ms(product, device)
+    number = max(1, round(LEAD_MS / median_ms(product, device)))
 
-    def queue(ms: float = LEAD_MS) -> None:
-        for _ in range(max(1, round(ms / each))):
+    def queue() -> None:
+        for _ in range(number):
             product()
 
     return queue

@@ -116,19 +116,10 @@ def test_variants_take_turns_and_one_without_memory_leaves_the_others(bench):
     assert [r["step"] for r in records.rows if r["variant"] == "floor" and r["metric"] == "dW_ms"] == list(range(6))
 
 
-@pytest.mark.parametrize(("launches", "lead_ms"), [([30_000.0, 130.0], 130.0), ([300.0, 20.0], 100.0), ([], 100.0)])
-def test_the_lead_in_is_as_long_as_the_host_takes_to_launch(bench, monkeypatch, launches, lead_ms):
-    """In its last warm-up, as the first may compile. A sample's own launches do not count: they may wait for it."""
-    hosts, bench.lead = iter([*launches, 400.0, 400.0]), Mock()
-
-    def phases_ms(phases, device, lead=None):
-        if lead is not None:
-            lead()
-        return dict.fromkeys(phases, 1.0), next(hosts)
-
-    monkeypatch.setattr("t1lib.measure.heads.phases_ms", phases_ms)
-    bench.take_turns(Records(), {("full", "x"): partial(bench.times, FULL)}, repeats=2, warmup=len(launches))
-    assert [call.args for call in bench.lead.call_args_list] == [(lead_ms,)] * 2
+def test_samples_have_the_lead_in_and_warm_ups_do_not(bench):
+    bench.lead = Mock()
+    bench.take_turns(Records(), {("full", "x"): partial(bench.times, FULL), ("floor", "x"): bench.products}, 2, 3)
+    assert bench.lead.call_count == 4
 
 
 @pytest.mark.parametrize("name", PEERS)
