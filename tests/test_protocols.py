@@ -91,7 +91,7 @@ def test_each_point_is_predicted_and_after_the_first_that_does_not_fit_longer_on
     [
         ({"vram": 2**10}, "on the device"), ({"host": "1MiB"}, "on the host"), ({"longest": 1e-6}, "0 s"),
         ({"within": 0.0}, "no time left"),
-        ({"workspace": "1KiB", "heads": ["fused"], "device": "cuda"}, "64: skipped, "),
+        ({"workspace": "1MiB", "heads": ["fused"], "device": "cuda"}, "64: skipped, "),
     ],
 )  # fmt: skip
 def test_what_is_predicted_to_be_too_much_or_cannot_be_predicted_is_skipped(capsys, limit, why):
@@ -232,10 +232,25 @@ def test_padding_leaks_into_no_gradient_and_a_head_that_multiplies_it_in_is_foun
     assert found["leaks"] >= 24 and found["padded_dW"] > 0.1 and found["weighted_dW"] < 1e-5
 
 
-@pytest.mark.parametrize(("notebook", "parameter"), [("t1m3", "fused_workspace"), ("chunks", "workspace")])
-def test_a_workspace_without_its_unit_is_refused_before_anything_is_measured(notebook, parameter):
-    p = SimpleNamespace(**SIZES, chunks=2, measure=False, **{parameter: "300"})
-    refused(partial(run_cells, notebook, "imports", p=p), "bad size '300'; allowed: 1048576 to 2**60 bytes")
+@pytest.mark.parametrize(
+    ("notebook", "cell", "changed", "told"),
+    [
+        ("t1m3", "imports", {"fused_workspace": "300"}, "bad size '300'; allowed: 1048576 to 2**60 bytes"),  # no unit
+        ("chunks", "imports", {"workspace": "300"}, "bad size '300'"),
+        ("parallel", "expect", {"workspace": "0"}, "bad size '0'"),
+        ("frontier", "imports", {"workspace": "0"}, "bad size '0'"),
+        ("t1m1", "imports", {"workspace": "0"}, "bad size '0'"),
+        ("t1m1", "imports", {"clipped_budget": "much"}, "bad size 'much'"),
+        ("t1m1", "imports", {"budgets": ["3MiB", "4"]}, "bad size '4'"),
+        ("t1m1", "imports", {"capacity": ["tiny"]}, "bad capacity 'tiny'; allowed: model, budget, layout"),
+        ("t1m1", "imports", {"capacity": ["tiny 4MiB splitt"]}, "Did you mean 'split'?"),
+        ("t1m1", "imports", {"capacity": ["tinny 4MiB split"]}, "Did you mean 'tiny'?"),
+        ("t1m1", "imports", {"parity_batch": 3}, "parity_batch is 3; allowed: an even number"),
+    ],
+)
+def test_a_bad_parameter_is_refused_before_anything_is_measured(notebook, cell, changed, told):
+    p = SimpleNamespace(**(run_cells(notebook, "parameters") | {"measure": False} | changed))
+    refused(partial(run_cells, notebook, *{"imports", cell}, p=p), told)
 
 
 def test_t1m3_gives_a_head_no_time_whose_last_error_is_nan():

@@ -65,7 +65,7 @@ def measure_machine(device: torch.device) -> Machine:
     matrix = torch.randn(size, size, device=device, dtype=dtype)
     one, two = (torch.zeros(numel, device=device) for _ in range(2))
     source, target = (pinned_zeros(numel, torch.float32, device) for _ in range(2))
-    lane, current = streams.Stream(), streams.current_stream()
+    lane, current = streams.Stream(device), streams.current_stream(device)
 
     def copy_both_ways() -> None:
         lane.wait_stream(current)  # both copies lie between the marks on the current stream
