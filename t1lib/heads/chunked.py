@@ -29,7 +29,7 @@ SLACK = 2**20  # bytes by which CUDA's caching allocator may exceed a request; a
 Needs = tuple[bool, bool, bool]
 
 
-@torch.compiler.disable  # torch.compile gets products into slices of reused memory wrong (2.13, backend aot_eager)
+@torch._disable_dynamo  # torch.compile gets products into slices of reused memory wrong (2.13, backend aot_eager)
 @options.on_flat_operands
 def chunked(
     e: Tensor, w: Tensor, b: Tensor | None, opts: Options, *, by: str = "sequence", chunks: int | None = None

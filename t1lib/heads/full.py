@@ -61,7 +61,7 @@ def _logits(e: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return F.linear(e, F.pad(w, (0, 0, 0, missing)), None if b is None else F.pad(b, (0, missing)))[:, : len(w)]
 
 
-@torch.compiler.disable  # torch.compile cannot trace the hooks
+@torch._disable_dynamo  # torch.compile cannot trace the hooks (`torch.compiler.disable` imports the compiler: 2 s)
 @on_flat_operands
 def native(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor, HeadStats | None]:
     """Cross-entropy of a linear layer's outputs by `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13), on its

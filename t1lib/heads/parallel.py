@@ -86,7 +86,7 @@ def linear_cross_entropy(
     return (loss, stats) if settings.return_stats else loss
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def _agree(group: ProcessGroup, called: dict[str, Any], error: str | None, rows: int) -> tuple[int, ...]:
     """Compare a call with the other ranks' when this rank first makes it; return how many weight rows each rank holds.
     Raises `T1Error` on every rank: for the first `error` in rank order, or for a fact that differs."""

@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 def lead_in(device: torch.device) -> Callable[[], None]:
-    """A function that queues `LEAD_MS` of work ahead of a sample, without waiting, so that the device is busy and warm while
-    the host issues the timed work, as it is in a training step. On an idle device, a sample would measure the host's
-    launches instead, and at a clock rate not yet lowered by the power limit. Does nothing on a CPU, where calls return
-    when work is done."""
+    """A function that queues work for `LEAD_MS` ahead of a sample, without waiting, so that the device is busy and warm
+    while the host issues the timed work, as it is in a training step. On an idle device, a sample would measure the
+    host's launches instead, and at a clock rate not yet lowered by the power limit. Does nothing on a CPU, where calls
+    return when work is done."""
     if device.type != "cuda":
         return lambda: None
     a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
