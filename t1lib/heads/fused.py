@@ -53,7 +53,7 @@ def fused(
         if settings.filter_eps is not None and settings.shards is None:  # `full` does not know of shards
             return full(tensors, settings)
         return chunked_head(tensors, settings, chunks=chunks)
-    packed = _packed(tensors, settings, chunks or 0, tail is not None)
+    packed = _packed(tensors, settings, chunks, tail is not None)
     loss, *stats = forward_op(*tensors, *packed.lists())[:4]
     return loss, HeadStats(*stats) if settings.return_stats else None
 
@@ -85,7 +85,7 @@ def kernels_run(input: Tensor) -> bool:
     return runs and triton is not None
 
 
-def _packed(tensors: Tensors, s: Settings, chunks: int, tail: bool) -> Packed:
+def _packed(tensors: Tensors, s: Settings, chunks: int | None, tail: bool) -> Packed:
     """The operators' other arguments. Shapes and tensors' values are checked inside the operator: the compiler cannot
     trace that."""
     input, w, _, b, *_ = tensors
@@ -97,12 +97,7 @@ def _packed(tensors: Tensors, s: Settings, chunks: int, tail: bool) -> Packed:
     if tail:  # the FP8 kernels take rows on 16-byte boundaries, as those of copies are
         tail = w.shape[1] % 8 == 0 and (fused_plan.is_copied(w, compute) or w.stride(0) % 8 == 0)
     early = any(needs) and (tail or _is_early(tensors, s, compute))
-    group, rows, sequence = s.shards or (None, (), False)
-    return Packed(
-        s.label_smoothing, s.softcap or 0.0, s.z_loss, s.filter_eps or 0.0, s.ignore_index,
-        -1 if s.workspace is None else s.workspace, chunks, rows, s.reduction, DTYPES[autocast] if autocast else "-",
-        "" if group is None else group.group_name, needs, early, s.return_stats, sequence, tail,
-    )  # fmt: skip
+    return Packed(s, chunks, DTYPES[autocast] if autocast else "-", needs, early, tail)
 
 
 def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
@@ -141,9 +136,9 @@ def forward_op(*call):
             done = fused_tail.early(o)
         else:
             done = fused_run.early(o) if given.early else fused_run.loss_only(o)
-        loss, stats = done.results(given.return_stats)
+        loss, stats = done.results()
         # operators return no views
-        stats = [x.clone() for x in stats] if given.return_stats else [tensors.input.new_empty(0) for _ in range(3)]
+        stats = [tensors.input.new_empty(0) for _ in range(3)] if stats is None else [x.clone() for x in stats]
         saved = done.number > 0 if given.early else torch.stack([done.fields["offset"], done.fields["log_total"]])
         return loss, *stats, saved, *_filled(tensors, done.gradients())
 
@@ -151,11 +146,11 @@ def forward_op(*call):
 @forward_op.register_fake
 def _(*call):
     tensors, given = Tensors(*call[:6]), Packed.of(*call[6:])
-    shape, new = tensors.target.shape, tensors.input.new_empty
-    tokens = tensors.target.numel() * (len(given.rows) if given.sequence else 1)
-    loss = new(shape if given.reduction == "none" else (), dtype=torch.float32)
+    shape, new, s = tensors.target.shape, tensors.input.new_empty, given.settings
+    tokens = tensors.target.numel() * (s.shards.size if s.shards and s.shards.sequence else 1)
+    loss = new(shape if s.reduction == "none" else (), dtype=torch.float32)
     dtypes = torch.float32, torch.float32, torch.bool
-    stats = [new(shape, dtype=t) if given.return_stats else new(0) for t in dtypes]
+    stats = [new(shape, dtype=t) if s.return_stats else new(0) for t in dtypes]
     saved = new((), dtype=torch.bool) if given.early else new((2, tokens), dtype=torch.float32)
     return loss, *stats, saved, *_filled(tensors, [needed and given.early for needed in given.needs])
 
@@ -197,7 +192,7 @@ def _setup(ctx, inputs, output) -> None:
 
 def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:
     given = ctx.given
-    options.require_plain_backward("fused", upstream, grouped=bool(given.group))
+    options.require_plain_backward("fused", upstream, grouped=given.settings.shards is not None)
     if upstream is None:
         return (None,) * 10
     if ctx.spent:

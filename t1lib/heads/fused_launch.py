@@ -111,17 +111,17 @@ class Pass:
             upstream=upstream, upstream_stride=upstream.stride(0) if each else 0,
         )  # fmt: skip
 
-    def results(self, stats: bool) -> tuple[Tensor, HeadStats | None]:
-        """The loss as the call returns it, and its statistics, if `stats`."""
+    def results(self) -> tuple[Tensor, HeadStats | None]:
+        """The loss as the call returns it, and its statistics, if it wants them."""
         opts, f, s = self.opts, self.fields, self.opts.settings
         weighted = any(x is not None for x in (opts.class_weight, opts.token_weight))
-        if not (stats or weighted or s.label_smoothing or s.z_loss or s.shards or s.reduction == "none"):
+        if not (s.return_stats or weighted or s.label_smoothing or s.z_loss or s.shards or s.reduction == "none"):
             loss = (-f["logprob"]).sum()  # 0 at ignored tokens
             return loss / opts.denominator if s.reduction == "mean" else loss, None
         found = torch.stack([(f["offset"] + f["log_total"]) * LN2.value, f["logprob"], f["correct"], f["pull"]])
         lse, logprob, correct, pull = torch.empty_like(found).index_copy_(1, self.order, found)  # by token
         loss = opts.reduce(opts.losses(lse, logprob, pull))
-        return loss, opts.stats(lse, logprob, correct > 0) if stats else None
+        return loss, opts.stats(lse, logprob, correct > 0) if s.return_stats else None
 
     def each(self, block: int | None = None) -> Iterator[None]:
         """Iterate over the chunks: each is packed before its turn, and its rows of dE are written afterwards.

@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from t1lib.heads.options import Options, Settings, Shards, Tensors, evenly_spaced, need_workspace
@@ -279,33 +278,36 @@ def bytes_held(
 
 
 class Packed(NamedTuple):
-    """The operators' arguments besides tensors. Their schema has no names for these: it takes them as four lists."""
+    """The operators' arguments besides tensors, which they take as four lists: one by one, these would take the host
+    longer."""
 
-    label_smoothing: float
-    softcap: float  # 0: none
-    z_loss: float
-    filter_eps: float  # 0: none
-    ignore_index: int
-    workspace: int  # -1: the default
-    chunks: int  # 0: by the workspace
-    rows: Sequence[int]  # of `Shards`; empty without a group
-    reduction: str
+    settings: Settings
+    chunks: int | None
     autocast: str  # the dtype of the products, or - outside autocast
-    group: str  # its name, because an operator cannot take a group; empty without one
     needs: Sequence[bool]  # whether the gradients of input, weight and bias are wanted
     early: bool  # whether the forward computes them
-    return_stats: bool
-    sequence: bool  # of `Shards`
     tail: bool  # FP8
 
     def lists(self) -> tuple[list[float], list[int], str, list[bool]]:
         """Numbers, sizes, words and flags."""
-        words = f"{self.reduction} {self.autocast} {self.group}"
-        return list(self[:4]), [*self[4:7], *self.rows], words, [*self.needs, *self[12:]]
+        s = self.settings
+        group, rows, sequence = s.shards or ("", (), False)
+        numbers = [s.label_smoothing, s.softcap or 0.0, s.z_loss, s.filter_eps or 0.0]  # 0: none
+        sizes = [s.ignore_index, -1 if s.workspace is None else s.workspace, self.chunks or 0, *rows]
+        flags = [*self.needs, self.early, self.tail, s.return_stats, sequence]
+        return numbers, sizes, f"{s.reduction} {self.autocast} {group}", flags
 
     @classmethod
     def of(cls, numbers, sizes, words, flags) -> "Packed":
-        return cls(*numbers, *sizes[:3], sizes[3:], *words.split(" "), flags[:3], *flags[3:])
+        smooth, softcap, z_loss, filter_eps = numbers
+        ignore_index, workspace, chunks, *rows = sizes
+        reduction, autocast, group = words.split(" ")
+        *needs, early, tail, stats, sequence = flags
+        settings = Settings(
+            reduction, ignore_index, smooth, softcap or None, z_loss, None if workspace == -1 else workspace,
+            filter_eps or None, stats, Shards(group, tuple(rows), sequence) if group else None,
+        )  # fmt: skip
+        return cls(settings, chunks or None, autocast, needs, early, tail)
 
 
 class Operands:
@@ -313,24 +315,17 @@ class Operands:
     b (V) or None, both in the products' dtype. needs: whether their gradients are wanted. shape, device: for `plan`."""
 
     def __init__(self, tensors: Tensors, given: Packed, check: bool) -> None:
-        (e, w, _, b, *_), shards = tensors, None
-        if given.group:
-            group = dist.distributed_c10d._resolve_process_group(given.group)
-            shards = Shards(group, tuple(given.rows), given.sequence)
-        settings = Settings(
-            given.reduction, given.ignore_index, given.label_smoothing, given.softcap or None, given.z_loss,
-            None if given.workspace < 0 else given.workspace, given.filter_eps or None, shards=shards,
-        )  # fmt: skip
+        (e, w, _, b, *_), s = tensors, given.settings
         with torch.autocast(e.device.type, enabled=False):  # the forward's state counts, also in the backward
-            self.opts = Options(tensors, settings, same_dtype=given.autocast == "-", check=check)
+            self.opts = Options(tensors, s, same_dtype=given.autocast == "-", check=check)
         compute = e.dtype if given.autocast == "-" else getattr(torch, given.autocast)
-        self.needs, self.dw_dtype, self.chunks, self.check = given.needs, w.dtype, given.chunks or None, check
+        self.needs, self.dw_dtype, self.chunks, self.check = given.needs, w.dtype, given.chunks, check
         self.e = self.opts.tokens(e.reshape(-1, e.shape[-1]))
         self.w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
         self.b = None if b is None else b.to(compute).contiguous()
         most = self.opts.most  # all shards must split the tokens into the same chunks
-        copied = copies(tensors, compute, most)
-        self.shape = Shape(len(self.e), most, w.shape[1], compute, *self.needs[:2], copied, len(given.rows))
+        copied, ranks = copies(tensors, compute, most), 0 if s.shards is None else s.shards.size
+        self.shape = Shape(len(self.e), most, w.shape[1], compute, *self.needs[:2], copied, ranks)
         self.device = device_of(e.device)
 
     def plan(self, kind: str) -> tuple[Plan, dict[str, Buffer]]:

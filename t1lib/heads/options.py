@@ -54,10 +54,11 @@ def evenly_spaced(input: Tensor) -> bool:
 class Shards(NamedTuple):
     """One process's view of the sharding: it holds the rows `first` … `first + rows[rank]` of the weight."""
 
-    group: "dist.ProcessGroup"
+    name: str  # of the group, because an operator of PyTorch's cannot take a group
     rows: tuple[int, ...]  # of the weight on each of the `size` processes of `group`, in rank order
     sequence: bool  # whether the tokens are sharded, too: the same number on every process, in rank order
 
+    group = property(lambda self: dist.distributed_c10d._resolve_process_group(self.name))
     rank = property(lambda self: dist.get_rank(self.group))
     first = property(lambda self: sum(self.rows[: self.rank]))
     size = property(lambda self: len(self.rows))

@@ -81,7 +81,7 @@ def linear_cross_entropy(
         error = str(e)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # through which objects are sent
         held = _agree(group, called, error, rows)
-    settings = settings._replace(shards=Shards(group, held, sequence_parallel))
+    settings = settings._replace(shards=Shards(group.group_name, held, sequence_parallel))
     loss, stats = HEADS[head](tensors, settings, **own)
     return (loss, stats) if settings.return_stats else loss
 

@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from t1lib.heads import fused_launch, fused_plan, fused_run, fused_tail
-from t1lib.heads.options import Tensors
+from t1lib.heads.options import Settings, Tensors
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU's own tests run them")
 
@@ -41,7 +41,7 @@ def compiled(monkeypatch, tmp_path):
 
 def operands() -> fused_plan.Operands:
     e, w, target = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((256, 64), (2048, 64), (256,)))
-    given = fused_plan.Packed.of([0.0] * 4, [-100, -1, 0], "mean - ", [True, True, False, True, False, False, False])
+    given = fused_plan.Packed(Settings(), None, "-", needs=(True, True, False), early=True, tail=False)
     return fused_plan.Operands(Tensors(e, w, target.long()), given, check=False)
 
 
