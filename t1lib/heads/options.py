@@ -124,10 +124,10 @@ class Options:
         return every.chunk(shards.size)[shards.rank].clone() if sharded else every
 
     @functools.cached_property
-    def target_weight(self) -> Tensor | None:
-        """(N): the class weight of each token's target, 0 at ignored tokens; None without class weights."""
+    def target_weight(self) -> Tensor:
+        """(N): the class weight of each token's target, 1 without class weights; 0 at ignored tokens."""
         if self.class_weight is None:
-            return None
+            return self.valid.to(self.dtype)
         return self.class_weight[self.target_or_0].masked_fill(~self.valid, 0.0)
 
     @functools.cached_property
@@ -138,8 +138,7 @@ class Options:
     @functools.cached_property
     def denominator(self) -> Tensor:
         """Scalar that `mean` divides by: the sum over valid tokens of token weight times the target's class weight."""
-        weight = self.valid.to(self.dtype) if self.target_weight is None else self.target_weight
-        return self.mask(weight).sum()
+        return self.mask(self.target_weight).sum()
 
     def mask(self, losses: Tensor) -> Tensor:
         """Multiply (N) per-token losses by the token weight and set them to 0 at ignored tokens."""
@@ -148,9 +147,7 @@ class Options:
     def losses(self, lse: Tensor, logprob: Tensor, pull: Tensor) -> Tensor:
         """(N) masked losses by the equation in `chunked`, from vectors of per-token statistics."""
         smooth, z_loss = self.settings.label_smoothing, self.settings.z_loss
-        losses = -(1.0 - smooth) * logprob
-        if self.target_weight is not None:
-            losses = losses * self.target_weight
+        losses = -(1.0 - smooth) * logprob * self.target_weight
         if smooth:
             losses = losses + smooth / self.classes * (self.class_sum * lse - pull)
         return self.mask(losses + z_loss * lse.square() if z_loss else losses)
@@ -169,7 +166,7 @@ class Options:
             upstream = self.tokens(upstream.flatten())
         # mask last: if every token is ignored, upstream / denominator is infinite, but the gradient must be 0
         r = self.mask(upstream * torch.ones_like(self.target, dtype=self.dtype))
-        weighted, smooth = r if self.target_weight is None else r * self.target_weight, self.settings.label_smoothing
+        weighted, smooth = r * self.target_weight, self.settings.label_smoothing
         if not smooth:
             return r, weighted, weighted, torch.zeros_like(r)
         b, even = weighted * (1.0 - smooth), r * (smooth / self.classes)
