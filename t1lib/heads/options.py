@@ -120,8 +120,8 @@ class Options:
     def own_tokens(self, every: Tensor) -> Tensor:
         """Select from the values of all tokens, (N, …), those of the tokens that this process was given."""
         shards = self.settings.shards
-        sharded = shards is not None and shards.sequence and len(every) > 0
-        return every.chunk(shards.size)[shards.rank].clone() if sharded else every
+        sharded = shards is not None and shards.sequence
+        return every.tensor_split(shards.size)[shards.rank].clone() if sharded else every
 
     @functools.cached_property
     def target_weight(self) -> Tensor:
