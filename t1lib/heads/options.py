@@ -297,7 +297,8 @@ def check_range(opts: Options, in_range: Tensor | None = None) -> None:
 
 
 def check_chunks(chunks: int | None, settings: Settings) -> None:
-    require(chunks is None or is_whole(chunks, 1, 2**31), f"chunks must be an int >= 1, got {shown(chunks)}")
+    if not (chunks is None or is_whole(chunks, 1, 2**31)):  # as in `check_settings`
+        raise T1Error(f"chunks must be an int >= 1, got {shown(chunks)}")
     require(chunks is None or settings.workspace is None, "give chunks or workspace, not both: each sets the size")
 
 

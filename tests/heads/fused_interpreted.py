@@ -136,6 +136,14 @@ def test_the_compiler_sees_one_operator_and_copies_nothing(reduction, workspace,
     assert not [name for name in names if any(word in name for word in ("functionalized", "clone", "copy", "scale_"))]
 
 
+def test_compiles_for_another_number_of_chunks():
+    p = single(40, 70, 16)
+    call = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    for chunks in (2, 3):
+        found, expected = (f(p.e, p.w, p.target, chunks=chunks) for f in (call, linear_cross_entropy))
+        assert torch.equal(found, expected)
+
+
 @slow
 def test_a_patched_model_compiles_whole():
     own, ours = pair("Qwen3", num_hidden_layers=1, use_cache=False)
