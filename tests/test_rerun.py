@@ -214,6 +214,7 @@ KIND = "class Kind:\n    def go(self):\n        return factors[0]\n"
         ("class Way:\n    go = property(lambda self: factors[0])", FACTORS, "found = Way().go"),
         ("class Way:\n    @staticmethod\n    def go():\n        return factors[0]", FACTORS, "found = Way.go()"),
         ("class Way:\n    pass\nway = Way()\nway.go = lambda: factors[0]", FACTORS, "found = way.go()"),
+        ("class Way:\n    __slots__ = 'go'\nway = Way()\nway.go = lambda: factors[0]", FACTORS, "found = way.go()"),
         (FOUND, "if p.steps == 9:\n    found = 99"),
         (FOUND, "for _ in range(p.steps - 3):\n    found = 99"),
         (FOUND, "import contextlib\nwith contextlib.suppress(Exception):\n    found = 1 // 0"),

@@ -2,13 +2,13 @@
 
 import ast
 import dis
+import gc
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache, cached_property, partial
 from inspect import CO_OPTIMIZED
 from itertools import pairwise
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from t1lib.params import PLAIN
@@ -17,8 +17,8 @@ _LOADS = ("LOAD_NAME", "LOAD_GLOBAL")
 _STORES = ("STORE_NAME", "STORE_GLOBAL")
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE")  # the next instruction does not follow these
 _ENDS += ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
-_WRAPPERS = {partial: "func", cached_property: "func", property: "fget"}  # type: attribute that holds what it calls
-_WRAPPERS |= dict.fromkeys((MethodType, staticmethod, classmethod), "__func__")
+_HOLDERS = (dict, list, tuple, set, FunctionType, CellType, MethodType, staticmethod, classmethod, property)
+_HOLDERS += (partial, cached_property)
 
 
 def names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str], set[str]]:
@@ -100,28 +100,16 @@ def _functions(value: Any, namespace: dict[str, Any]) -> Iterator[FunctionType]:
     for each in found:  # grows in this loop, by what each of them holds
         if id(each) not in seen:
             seen.add(id(each))
-            found += (held for held in _held(each, namespace) if not isinstance(held, PLAIN))
-            if isinstance(each, FunctionType) and each.__globals__ is namespace:
-                yield each
+            if isinstance(each, FunctionType):
+                seen |= {id(each.__globals__), id(each.__builtins__)}  # those of a library's functions, too
+                if each.__globals__ is namespace:
+                    yield each
+            found += (held for held in _held(each, namespace.get("__name__")) if not isinstance(held, PLAIN))
 
 
-def _held(value: Any, namespace: dict[str, Any]) -> Iterator[Any]:
-    """What a container holds, what a function wraps or closes over, and what the notebook's own classes bring."""
-    if isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, list | tuple | set):
-        yield from value
-    elif isinstance(value, FunctionType):
-        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        for cell in value.__closure__ or ():
-            with suppress(ValueError):  # not assigned yet
-                yield cell.cell_contents
-    for kind, name in _WRAPPERS.items():
-        if isinstance(value, kind):
-            yield getattr(value, name)
-    own = getattr(value, "__dict__", {})
-    yield own.get("__wrapped__")
+def _held(value: Any, notebook: str | None) -> list[Any]:
+    """All that a container, a function, what wraps one, or a class or object of the notebook's own refers to."""
     kind = value if isinstance(value, type) else type(value)
-    for base in kind.__mro__:
-        if base.__module__ == namespace.get("__name__"):
-            yield from (*own.values(), *vars(base).values())
+    if isinstance(value, _HOLDERS) or any(base.__module__ == notebook for base in kind.__mro__):
+        return gc.get_referents(value)
+    return [getattr(value, "__dict__", {}).get("__wrapped__")]
