@@ -2,10 +2,12 @@
 process of its own (`t1lib.measure.isolate`). Measurements are metric → value, as `Records.put` takes them. Floors are
 the least times that the hardware allows, measured in the same process."""
 
+import math
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -104,15 +106,11 @@ class TrainSession:
         baseline = storage_bytes(self.trainer.device_tensors())
         with AllocatorTimeline(self.device, baseline) as timeline:
             self.step()
-        times, *kinds = (column for column in zip(*timeline.points, strict=True) if column[0] is not None)
-        every, size = range(len(times)), -(-len(times) // POINTS)
-        groups = [every[at : at + size] for at in every[::size]]
-        kept = {every[0], every[-1]} | {max(group, key=kind.__getitem__) for group in groups for kind in kinds}
-        names = ("allocated_gib", "reserved_gib")[: len(kinds)]
-        return [
-            {"at_ms": times[at]} | {name: kind[at] / GIB for name, kind in zip(names, kinds, strict=True)}
-            for at in sorted(kept)
-        ]
+        frame = pd.DataFrame(timeline.points, columns=["at_ms", "allocated_gib", "reserved_gib"]).dropna(axis="columns")
+        held = [*frame.columns[1:]]
+        highest = frame[held].groupby(frame.index // math.ceil(len(frame) / POINTS)).idxmax()
+        frame[held] = frame[held] / GIB
+        return frame.loc[sorted({0, len(frame) - 1, *highest.to_numpy().flat})].to_dict("records")
 
     def memory(self) -> dict[str, float]:
         """Memory in GiB: device peaks since `warm_up`, host peaks during set-up and since `warm_up`, pinned memory."""
