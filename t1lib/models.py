@@ -100,7 +100,11 @@ def shape_only(name: str, dtype: torch.dtype = torch.float32, /, **changes: obje
 
 @contextmanager
 def _loading(name: str) -> Iterator[None]:
-    """Turn any exception of transformers, which raises many kinds, into a `T1Error`."""
+    """Turn any exception of transformers, which raises many kinds, into a `T1Error`; without a warning for each attempt
+    to connect."""
+    hub = logging.getLogger("huggingface_hub")
+    level = hub.level
+    hub.setLevel(logging.ERROR)
     try:
         yield
     except Exception as error:
@@ -110,6 +114,8 @@ def _loading(name: str) -> Iterator[None]:
         told = shorten(reason(error), 165 - len(shown(name)), placeholder=" …")
         presets = f"presets that need no files: {', '.join(PRESETS)}"
         raise T1Error(f"cannot load {shown(name)}: {told}\n{presets}") from error
+    finally:
+        hub.setLevel(level)
 
 
 def _config_of(name: str, changes: dict[str, object]) -> PreTrainedConfig:
@@ -129,7 +135,6 @@ def _config_of(name: str, changes: dict[str, object]) -> PreTrainedConfig:
     hub = name.count("/") == 1 and len(name) <= 255 and not name.startswith((".", "/", "~"))
     if not (local or hub):
         choose("model", name, [*PRESETS, "a checkpoint folder", "a hub name 'owner/model'"])
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each of its attempts to connect warns
     with _loading(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
     quantised = getattr(config, "quantization_config", None) is not None

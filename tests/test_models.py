@@ -101,6 +101,7 @@ def test_a_hub_name_without_a_network_is_one_error_with_a_whole_sentence(monkeyp
     monkeypatch.setattr(models.AutoConfig, "from_pretrained", offline)
     refused(partial(shape_only, "owner/a-model-of-some-size"), f"'owner/a-model-of-some-size': {said}\npresets")
     refused(partial(shape_only, "owner/" + "m" * 90), "…\npresets")
+    assert logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING)  # others' warnings are theirs
 
 
 def configured(folder, **fields) -> str:
