@@ -251,7 +251,6 @@ class HostLayer(Traveller):
                 self._hooks.append(came)
             param._home, param._name = self, name
             param.__class__ = Streamed  # whoever looks at it waits for what is still under way
-        self._aliases = [param.detach() for param in self.params.values()]  # to look at these counts as no look
         self._known = self._versions()
 
     @property
@@ -387,9 +386,10 @@ class HostLayer(Traveller):
                 require(assigned or self.views[name].is_set_to(param.data), f"{found}; allowed: {allowed}")
         self.touched, self.written = False, True
 
+    @unwatched
     def _versions(self) -> list[int]:
         """Of the parameters; they change if somebody writes to one, be it through an alias that he took earlier."""
-        return [alias._version for alias in self._aliases]
+        return [param._version for param in self.params.values()]
 
     def update_master(self) -> None:
         """Let the master follow weights that somebody wrote. (Not at each write: they may be an average that is swapped
