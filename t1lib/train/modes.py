@@ -1,12 +1,4 @@
-"""Modes of `t1lib.train.loop` that are more than plain PyTorch.
-
-slide       `t1lib.train.stream` under its loop
-gpu-graph   forward, loss, backward and update as a single CUDA graph, for steps in which launches bind
-fsdp        PyTorch's FSDP2 in any number of processes, with or without CPU offload. Every process holds and updates
-            its shard of parameters, gradients and optimizer state, on the host or on its device. Layers are
-            recomputed in the backward, as in mode `ckpt`. In one process with offload, this is the usual
-            alternative on one GPU.
-"""
+"""Modes of `t1lib.train.loop` that are more than plain PyTorch: slide, gpu-graph and fsdp."""
 
 import inspect
 from collections import Counter
@@ -37,15 +29,12 @@ ALIKE = ("loss", "micro_batch", "max_grad_norm", "head", "head_options", "spec")
 
 
 class SlideTrainer(Trainer):
-    """`gpu_memory` (with `plan_for`), `choice` and `overlap` are options of `t1lib.train.stream`, which explains them.
+    """`t1lib.train.stream` under the loop, which explains `gpu_memory` (with `plan_for`), `choice` and `overlap`.
 
     Without clipping, a layer is updated as soon as its gradients are complete, so that an aborted step may leave some
     layers updated and others not. Each layer computes `micro_batch` rows at a time; the head gets the whole batch, and
     `fused` or `chunked` bounds what that takes.
     """
-
-    def __init__(self, model: PreTrainedModel, mode: str = "slide", **options: Any) -> None:
-        super().__init__(model, mode, **options)
 
     def _place(
         self, *, gpu_memory: str | int | None = None, plan_for: tuple[int, int] | None = None,
@@ -96,8 +85,9 @@ class SlideTrainer(Trainer):
 
 
 class GraphTrainer(Trainer):
-    """Mode gpu as CUDA graphs, one per shape of batch. Each keeps its own memory, so there should be few shapes. The
-    learning rate is read from device memory, so that it can change."""
+    """Mode gpu with the step, from forward to update, as one CUDA graph per shape of batch, for steps in which launches
+    bind. Each graph keeps its own memory, so there should be few shapes. The learning rate is read from device memory,
+    so that it can change."""
 
     late = True  # whether gradients are finite is known only after the update
 
@@ -146,10 +136,12 @@ class GraphTrainer(Trainer):
 
 
 class FsdpTrainer(Trainer):
-    """FSDP2 over all processes of `torch.distributed`'s group. If there is no group, one is created, of the processes
-    that torchrun started or else of this one alone, and outlives the trainer. Arguments beyond `Trainer`'s:
+    """FSDP2 over all processes of `torch.distributed`'s group, with layers recomputed as in mode ckpt. If there is no
+    group, one is created, of the processes that torchrun started or else of this one alone, and outlives the trainer.
+    Arguments beyond `Trainer`'s:
 
-    offload   keep parameters, gradients and optimizer state on the host (else on the device)
+    offload   keep and update each process's shard of parameters and optimizer state on the host (else on its device);
+              in one process, the usual alternative on one GPU
 
     Arguments and model must be the same on every rank, and so must the whole batch that is passed to `step` and
     `evaluate`, of which each rank takes its rows in order. The loss is the mean over all tokens that count, whichever
@@ -157,7 +149,7 @@ class FsdpTrainer(Trainer):
     offload, gradients are reduced only after the last micro-batch; until then each device holds them unsharded.
     """
 
-    def __init__(self, model: PreTrainedModel, mode: str = "fsdp", **options: Any) -> None:
+    def __init__(self, model: PreTrainedModel, mode: str, **options: Any) -> None:
         if str(options.get("device")) != "cpu" and not dist.is_initialized():  # else a device has been chosen
             take_gpu()
         super().__init__(model, mode, **options)
