@@ -6,7 +6,6 @@ rest of the model, and the user's loop, loss and schedule, stay as they are. Cop
 `t1lib.train.schedule` (T1M1 §3.1; SlideFormer, arXiv:2603.16428).
 """
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,21 +13,15 @@ from torch import nn
 
 from t1lib.errors import T1Error, is_whole, require, shown
 from t1lib.heads import check_options, parse_bytes
-from t1lib.optimizers import Precision
+from t1lib.models import PRESETS, build_model
+from t1lib.optimizers import OptimizerSpec, Precision, Schedule
 from t1lib.plan.cost import Choice
 from t1lib.train.engine import Engine
 from t1lib.train.optimizer import StreamOptimizer, check_optimizer
 from t1lib.train.placing import check_choice
 
-_LATER = {  # imported on first use: some of these modules import from this one (`stream`, `usable`)
-    "t1lib.train.loop": ("StepRecord", "Trainer"),
-    "t1lib.train.modes": ("MODES", "make_trainer"),
-    "t1lib.train.checkpoint": ("load_checkpoint", "save_checkpoint"),
-    "t1lib.optimizers": ("OPTIMIZERS", "OptimizerSpec", "Schedule"),
-    "t1lib.models": ("PRESETS", "build_model", "sizes"),
-}
-_HOMES = {name: module for module, names in _LATER.items() for name in names}
-__all__ = [*_HOMES, "StreamOptimizer", "stream"]
+__all__ = ["MODES", "PRESETS", "OptimizerSpec", "Schedule", "StepRecord", "StreamOptimizer", "Trainer"]
+__all__ += ["build_model", "load_checkpoint", "make_trainer", "save_checkpoint", "stream"]
 
 
 def stream(
@@ -136,7 +129,7 @@ def stack_of(model: nn.Module) -> nn.ModuleList:
     return max(found, key=lambda m: sum(p.numel() for p in m.parameters()))
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+# Last, as these import from here.
+from t1lib.train.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
+from t1lib.train.loop import StepRecord, Trainer  # noqa: E402
+from t1lib.train.modes import MODES, make_trainer  # noqa: E402
