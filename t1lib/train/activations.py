@@ -141,8 +141,8 @@ class OnHost:
         numel, spare = tensor.numel(), inputs.free[tensor.shape, tensor.dtype]
         buffer = spare.pop() if spare else pinned_zeros(numel, tensor.dtype, inputs.device).view(tensor.shape)
         self._inputs, self._layer, self._buffer, self._tensor = inputs, layer, buffer, tensor
-        self._version: int | None = tensor._version  # None once it has left
-        self._changed = False  # in place, before it had left
+        self._version = tensor._version
+        self._changed: bool | None = None  # in place, before it had left; None until then
         # The backward goes the other way: the tensor that was put before this one is needed next.
         self._before = weakref.ref(inputs.leaving[-1]) if inputs.leaving else lambda: None
         lane = inputs.outward
@@ -153,14 +153,10 @@ class OnHost:
 
     def leave(self) -> None:
         """Free the device's copy once it has left."""
-        self._note_change()
-        self._version = None
-        self._inputs.compute.after(self._left)
-        self._left = self._tensor = None
-
-    def _note_change(self) -> None:
-        if self._version is not None:
+        if self._tensor is not None:  # not if it has been taken meanwhile
             self._changed = self._tensor._version != self._version
+            self._inputs.compute.after(self._left)
+            self._left = self._tensor = None
 
     def prefetch(self) -> None:
         if self._tensor is None and self._buffer is not None:
@@ -174,7 +170,8 @@ class OnHost:
     def take(self) -> Tensor:
         """Return the tensor, on the device, and start bringing back the one that was put before it. Raises `T1Error`
         if it was changed before it had left."""
-        self._note_change()
+        if self._changed is None:
+            self._changed = self._tensor._version != self._version
         changed = f"the input of layer {self._layer} was changed in place between its forward and its backward"
         require(not self._changed, changed)
         self.prefetch()
@@ -188,7 +185,7 @@ class OnHost:
     def _give_back(self) -> None:
         """Let the buffer be used again, once the copies have ended; also after a forward without a backward."""
         if self._buffer is not None:
-            buffer, self._buffer, self._tensor, self._version = self._buffer, None, None, None
+            buffer, self._buffer, self._tensor = self._buffer, None, None
             self._inputs.compute.after(self._left, self._back)
             self._left = self._back = None
             self._inputs.free[buffer.shape, buffer.dtype].append(buffer)
