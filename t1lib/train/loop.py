@@ -266,9 +266,8 @@ class Trainer:
         """Restore what `state_dict` returned. Raises `T1Error`, before any change, if it is of another model or
         optimizer."""
         self.require_one_process()
-        params, rule = dict(self.model.named_parameters()), self.optimizer.param_groups[0]
-        trained = {name: self.spec.precision.state_dtypes(param, rule) for name, param in self._trained.items()}
-        check_saved(state, params, trained)
+        params = dict(self.model.named_parameters())
+        check_saved(state, params, {name: self.spec.state_dtypes(param) for name, param in self._trained.items()})
         self.drain()
         for name in params:
             weight = self._weight(name)

@@ -78,16 +78,10 @@ if triton is not None:
 
 @torch.no_grad()
 def adamw_(weight: Tensor, grad: Tensor, state: State, rule: Rule, count: int, scale: Tensor | None = None) -> None:
-    """Update a 16-bit `weight` (N) and its `state` in place (Loshchilov and Hutter, arXiv:1711.05101). All tensors are
-    contiguous and on one device.
-
-    grad    (N), 16 or 32 bits
-    state   "exp_avg" and "exp_avg_sq", float32, or bfloat16 with stochastic rounding (seeded by the count, so that a
-            run can be repeated); and the master: "master" float32, or "low" int16 (see `join`)
-    rule    a group of `torch.optim.AdamW`
-    count   updates so far, including this one
-    scale   factor of the gradient, (), on the device
-    """
+    """As `update`, of a 16-bit `weight` (N), by `torch.optim.AdamW` (Loshchilov and Hutter, arXiv:1711.05101). All
+    tensors are contiguous and on one device; grad: (N), 16 or 32 bits. The state has "exp_avg" and "exp_avg_sq",
+    float32, or bfloat16 with stochastic rounding (seeded by the count, so that a run can be repeated); and the master:
+    "master" float32, or "low" int16 (see `join`)."""
     mean, square = state["exp_avg"], state["exp_avg_sq"]
     narrow = mean.dtype == torch.bfloat16
     if narrow:
@@ -140,7 +134,7 @@ def follow(master: Tensor, weight: Tensor) -> None:
 
 
 class Scratch:
-    """Reusable float32 buffers for one piece, and the noise for the stochastic rounding of moments."""
+    """Reusable float32 buffers for one piece, and the noise for the stochastic rounding of moments; for one device."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -148,7 +142,7 @@ class Scratch:
 
     def buffer(self, key: str, like: Tensor) -> Tensor:
         held = self._buffers.get(key)
-        if held is None or held.numel() < like.numel() or held.device != like.device:
+        if held is None or held.numel() < like.numel():
             with torch.inference_mode(False):  # an evaluation may come before the update
                 held = self._buffers[key] = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
         return held[: like.numel()]
