@@ -145,11 +145,8 @@ class OnHost:
         self._changed: bool | None = None  # in place, before it had left; None until then
         # The backward goes the other way: the tensor that was put before this one is needed next.
         self._before = weakref.ref(inputs.leaving[-1]) if inputs.leaving else lambda: None
-        lane = inputs.outward
-        lane.after(inputs.compute.mark())
-        with lane.active(), inputs.engine.trace.span("out", "inputs", layer):
-            buffer.copy_(tensor, non_blocking=True)
-        self._left = lane.mark()
+        span = inputs.engine.trace.span("out", "inputs", layer)
+        self._left = inputs.outward.copy(buffer, tensor, span, inputs.compute.mark())
 
     def leave(self) -> None:
         """Free the device's copy once it has left."""
@@ -160,12 +157,9 @@ class OnHost:
 
     def prefetch(self) -> None:
         if self._tensor is None and self._buffer is not None:
-            lane = self._inputs.inward
-            self._tensor = torch.empty_like(self._buffer, device=self._inputs.device)
-            lane.after(self._inputs.compute.mark())
-            with lane.active(), self._inputs.engine.trace.span("in", "inputs", self._layer):
-                self._tensor.copy_(self._buffer, non_blocking=True)
-            self._back = lane.mark()
+            inputs, span = self._inputs, self._inputs.engine.trace.span("in", "inputs", self._layer)
+            self._tensor = torch.empty_like(self._buffer, device=inputs.device)
+            self._back = inputs.inward.copy(self._tensor, self._buffer, span, inputs.compute.mark())
 
     def take(self) -> Tensor:
         """Return the tensor, on the device, and start bringing back the one that was put before it. Raises `T1Error`

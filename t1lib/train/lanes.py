@@ -45,6 +45,13 @@ class Lane:
             if mark is not None:
                 self.stream.wait_event(mark)
 
+    def copy(self, to: Tensor, source: Tensor, span: AbstractContextManager, *marks: Mark) -> Mark:
+        """Queue a copy that waits for the marks, within a trace's span; returns the mark at which it is done."""
+        self.after(*marks)
+        with self.active(), span:
+            to.copy_(source, non_blocking=True)
+        return self.mark()
+
     def uses(self, tensor: Tensor) -> Tensor:
         """The tensor, whose memory is not reused before the lane reaches this point, even if it is freed earlier."""
         if tensor.is_cuda:

@@ -101,11 +101,8 @@ class Schedule:
             slot.holds = layer
 
     def _copy_in(self, layer: HostLayer, phase: str, trace: NoTrace) -> None:
-        slot, lane = layer.slot, self.inward
-        lane.after(slot.freed, layer.left)
-        with lane.active(), trace.span("in", phase, layer.index):
-            slot.flat.copy_(layer.flat, non_blocking=True)
-        slot.filled = lane.mark()
+        slot, span = layer.slot, trace.span("in", phase, layer.index)
+        slot.filled = self.inward.copy(slot.flat, layer.flat, span, slot.freed, layer.left)
 
     def bind(self, index: int, backward: bool = False) -> None:
         """Point the layer's parameters at its slot, which the device finds filled."""
@@ -233,11 +230,8 @@ class Schedule:
 
     def _send(self, layer: HostLayer, to: Tensor, what: str) -> Mark:
         """Queue the copy of the layer's gradient slot to the host; returns the mark when it has arrived."""
-        slot, lane = layer.grads.slot, self.outward
-        lane.after(slot.filled, layer.grads.arrived)
-        with lane.active(), self.engine.trace.span("out", what, layer.index):
-            to.copy_(slot.flat, non_blocking=True)
-        slot.freed = lane.mark()
+        slot, span = layer.grads.slot, self.engine.trace.span("out", what, layer.index)
+        slot.freed = self.outward.copy(to, slot.flat, span, slot.filled, layer.grads.arrived)
         return slot.freed
 
     def _backward_ended(self) -> None:
