@@ -2,7 +2,8 @@
 
 import inspect
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -191,18 +192,30 @@ class FsdpTrainer(Trainer):
         return _local(self.model.get_parameter(name).data)
 
     def _piece_loss(self, piece: Piece, timer: PhaseTimer) -> Tensor:
-        return self.model(piece, timer)
+        with self._clean():
+            return self.model(piece, timer)
 
     def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
-        self.model.zero_grad()  # left over if a step was aborted
         self.model.set_requires_gradient_sync(self._offload or self.ranks.alone)
-        total = super()._backward(pieces[:-1], timer)
-        self.model.set_requires_gradient_sync(True)
-        total += super()._backward(pieces[-1:], timer)
+        with self._clean():
+            total = super()._backward(pieces[:-1], timer)
+            self.model.set_requires_gradient_sync(True)
+            total += super()._backward(pieces[-1:], timer)
         for name, shard in self._trained.items():
             param = self.model.get_parameter(name)
             shard.grad, param.grad = None if param.grad is None else _local(param.grad), None
         return self.ranks.sum(total, self.device)
+
+    @contextmanager
+    def _clean(self) -> Iterator[None]:
+        """What is aborted within leaves nothing: its sums would count in the next step, and weights that are loaded
+        would be lost in those it has gathered."""
+        try:
+            yield
+        except BaseException:
+            self.model.zero_grad()
+            getattr(self.model, "reset_iter_state", self.model.reshard)()  # older versions have only the latter
+            raise
 
     def evaluate(self, batch: dict[str, Tensor]) -> float:
         loss = super().evaluate(batch)

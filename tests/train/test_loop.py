@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import nullcontext
 from functools import partial
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ from refusals import refused
 from stream_loops import adamw, own_clip, train
 from stream_models import frozen
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 
 from t1lib.heads import linear_cross_entropy, next_token_targets
@@ -141,6 +143,27 @@ def test_a_gradient_that_is_no_number(mode, options):
         weight.copy_(kept)
         assert_same(before, trainer.state_dict())
         assert math.isfinite(trainer.step(batch).loss)
+
+
+@pytest.mark.parametrize("within", ["forward", "full_backward"])
+@pytest.mark.parametrize("mode", OTHERS)
+def test_an_aborted_step_leaves_nothing(mode, within):
+    """Neither gradients nor, in mode fsdp, gathered weights, in which loaded ones would be lost."""
+    if mode == "fsdp" and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("this PyTorch cannot recover")
+    options, batches = {"optimizer": ADAMW, **CLIPPED}, ragged(4)
+    trainer, plain = make_trainer(model(), mode, **options), make_trainer(model(seed=4), "gpu", **options)
+    refused(lambda: trainer.evaluate({}), "input_ids: None")  # before the first forward
+    for call, loads in [(trainer.step, True), (trainer.step, False), (trainer.evaluate, True)]:
+        hook = getattr(trainer.parts.layers[2].mlp, f"register_{within}_hook")(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError) if within == "forward" or call == trainer.step else nullcontext():
+            call(batches[0])
+        hook.remove()
+        if loads:
+            trainer.load_state_dict(plain.state_dict())
+        for batch in batches[1:]:
+            assert trainer.step(batch).loss == plain.step(batch).loss
+    assert_same(trainer.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("mode", ON_CPU)
