@@ -355,19 +355,6 @@ def test_two_cells_of_a_notebook_do_not_record_the_same(checkout, kernel, ids):
     assert kernel.run("head", "finish", ids=ids) == "" and len(published(checkout)) == 4
 
 
-@pytest.mark.parametrize("ids", [True, False])
-def test_what_an_edited_cell_drew_before_is_neither_published_nor_out_of_date(checkout, kernel, ids):
-    kernel.cells["made"] = "run.number('demo.n', p.scale)\nrun.number('demo.old', 1)"
-    save(checkout, kernel.cells)
-    assert kernel.everything(ids) == ""
-    kernel.cells["made"] = "run.number('demo.n', 2 * p.scale)"
-    kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")
-    save(checkout, kernel.cells)
-    assert kernel.everything(ids) == ""
-    numbers = json.loads((checkout.outputs("demo") / "numbers.json").read_text())
-    assert {key: number["value"] for key, number in numbers.items()} == {"demo.n": 4.0}
-
-
 def test_two_cells_of_one_source_are_refused_where_cells_have_no_ids(checkout, kernel):
     save(checkout, kernel.cells | {"again": kernel.cells["head"]})
     assert "`[4] for step in range(2):`: stands twice in the notebook" in kernel.everything(ids=False)

@@ -15,7 +15,6 @@ from t1lib.kit.reads import names
 from t1lib.measure.records import Row
 from t1lib.params import first_line, same
 
-Kind = tuple[str, ...]  # variant, phase and metric of a record; or the name of a figure, table or number
 _MISSING = object()
 
 
@@ -40,14 +39,15 @@ class Cell:
     run: int  # its number among all executions; the version of what it makes
     title: str  # how errors name it: with its number in the frontend, as several cells may begin with the same line
     measured: bool = False  # whether it has recorded anything, now or in an earlier execution
-    counts: bool = False  # likewise, recorded or drawn anything
+    drew: bool = False  # likewise, drawn
     fault: str = ""  # why it has to be run again, whatever it has read
     reads: dict[str, Origin] = field(default_factory=dict)  # by variable; a cell's records are one
     made: dict[str, int] = field(default_factory=dict)  # variable → version: an earlier one's if the value is the same
     parameters: dict[str, Any] = field(default_factory=dict)  # that it has read, with their values
     kept: set[str] = field(default_factory=set)  # variables that it may assign, and that it left as they were
     rows: list[Row] = field(default_factory=list)  # that it has recorded
-    kinds: set[Kind] = field(default_factory=set)  # of what it has recorded or drawn
+    kinds: set[tuple[str, ...]] = field(default_factory=set)  # variant, phase and metric of what it has recorded
+    drawn: set[str] = field(default_factory=set)  # names of the figures, tables and numbers that it has made
     framed: bool = False  # whether it has read the records of all others
 
     records = property(lambda self: f"what `{self.title}` recorded")  # the name of the variable that its records are
@@ -75,7 +75,7 @@ class Cells:
             self.saved.add(key)
         self.order = {id: place for place, id in enumerate(ids)} if key in ids else {}  # empty: not known
         self.running_key, self._earlier, self._before = key, self.known.get(key, Cell(0, "")), dict(self.namespace)
-        self.running = Cell(self._runs, first_line(key), self._earlier.measured, self._earlier.counts)
+        self.running = Cell(self._runs, first_line(key), self._earlier.measured, self._earlier.drew)
         if sources.count(key) > 1:
             self.running.fault = "stands twice in the notebook, and a frontend without ids cannot tell them apart"
         self.known[key] = self.running
@@ -91,7 +91,7 @@ class Cells:
             self.running_key = key
         cell, earlier, given = self.running, self._earlier, self.parameters()
         cell.measured |= bool(cell.rows)
-        cell.counts |= bool(cell.rows or cell.kinds)
+        cell.drew |= bool(cell.drawn)
         if done:
             self.finished.add(key)
         else:
@@ -156,7 +156,7 @@ class Cells:
     def unsaved(self) -> list[Cell]:
         """The cells that have recorded or drawn something, and are not in the saved notebook."""
         absent = [cell for key, cell in self.known.items() if self.order and key not in self.order]
-        return [cell for cell in absent if cell.rows or cell.kinds]
+        return [cell for cell in absent if cell.rows or cell.drawn]
 
     def read_records(self) -> None:
         """Note that the running cell reads the records of the others."""
@@ -171,35 +171,39 @@ class Cells:
         return [cell.rows for key, cell in self._seen().items() if self._cause(key, {}) is None]
 
     def record(self, rows: list[Row]) -> None:
-        """Note that the running cell is to record rows, and no other cell any of their kinds. Raises as `_claim`."""
+        """Note that the running cell is to record rows, and no other cell any of their kinds. Raises as `draw`; a cell
+        that is not in the saved notebook is replaced: it was edited (where frontends give no ids), or deleted."""
         kinds = {(row["variant"], row["phase"], row["metric"]) for row in rows if row["metric"] != "status"}
-        self._claim(kinds, "recorded")
-
-    def draw(self, name: str) -> None:
-        """Note that the running cell is to make the figure, table or number of this name. Raises as `_claim`."""
-        self._claim({(name,)}, "made")
-
-    def _claim(self, kinds: set[Kind], how: str) -> None:
-        """From now on the running cell alone makes these. Raises `T1Error` if another cell of the saved notebook makes
-        one, too; a cell that is not there was edited (where frontends give no ids), or deleted, and is replaced."""
         for kind in kinds - self.running.kinds:
             for key in [key for key, cell in self.known.items() if kind in cell.kinds]:
-                told = f"{'/'.join(filter(None, kind))!r} is {how} by another cell, too, `{self.known[key].title}`"
-                mend = "give one of them another name, run that cell again, or save the notebook without it"
-                require(not {key, self.running_key} <= self.saved, f"{told}; {mend}")
+                self._require_alone(key, f"{'/'.join(filter(None, kind))!r} is recorded")
                 replaced = self.known.pop(key)
                 print(f"this cell replaces all that `{replaced.title}` recorded and drew: some is of one kind")
             self.running.kinds.add(kind)
 
+    def draw(self, name: str) -> None:
+        """Note that the figure, table or number of this name is now made by the running cell, and by no other. Raises
+        `T1Error` if another cell of the saved notebook made it; one that is not there was edited, or deleted."""
+        for key, cell in self.known.items():
+            if name in cell.drawn and key != self.running_key:
+                self._require_alone(key, f"{name!r} is made")
+                cell.drawn.remove(name)
+        self.running.drawn.add(name)
+
+    def _require_alone(self, key: str, told: str) -> None:
+        mend = "give one of them another name, run that cell again, or save the notebook without it"
+        both = {key, self.running_key} <= self.saved
+        require(not both, f"{told} by another cell, too, `{self.known[key].title}`; {mend}")
+
     def drawn(self) -> set[str]:
         """The names of the figures, tables and numbers that cells made when they ran last."""
-        return {name for cell in self._seen().values() for name, *rest in cell.kinds if not rest}
+        return set().union(*(cell.drawn for cell in self._seen().values()))
 
     def out_of_date(self) -> Iterator[tuple[Cell, str]]:
         """The cells whose records or drawings may differ from those of a run from top to bottom, each with the
         reason, which names the first cell to run again."""
         for key, cell in self._seen().items():
-            if cell.counts and (cause := self._cause(key, {})):
+            if (cell.measured or cell.drew) and (cause := self._cause(key, {})):
                 first = self.known[cause.first]
                 yield cell, cause.why if first is cell else f"run `{first.title}` first: {cause.why}"
 
