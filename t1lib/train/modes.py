@@ -147,8 +147,11 @@ class FsdpTrainer(Trainer):
     Arguments and model must be the same on every rank, and so must the whole batch that is passed to `step` and
     `evaluate`, of which each rank takes its rows in order. The loss is the mean over all tokens that count, whichever
     rank has them. In several processes 16-bit gradients are summed in float32, and there is no `state_dict`. Without
-    offload, gradients are reduced only after the last micro-batch; until then each device holds them unsharded.
+    offload, gradients are reduced only after the last micro-batch; until then each device holds them unsharded. If a
+    step or an evaluation was aborted, the next one and `load_state_dict` raise `T1Error`.
     """
+
+    _aborted = False
 
     def __init__(self, model: PreTrainedModel, mode: str, **options: Any) -> None:
         if str(options.get("device")) != "cpu" and not dist.is_initialized():  # else a device has been chosen
@@ -192,35 +195,43 @@ class FsdpTrainer(Trainer):
         return _local(self.model.get_parameter(name).data)
 
     def _piece_loss(self, piece: Piece, timer: PhaseTimer) -> Tensor:
-        with self._clean():
+        with self._intact():
             return self.model(piece, timer)
 
     def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
-        self.model.set_requires_gradient_sync(self._offload or self.ranks.alone)
-        with self._clean():
+        with self._intact():
+            self.model.set_requires_gradient_sync(self._offload or self.ranks.alone)
             total = super()._backward(pieces[:-1], timer)
             self.model.set_requires_gradient_sync(True)
             total += super()._backward(pieces[-1:], timer)
-        for name, shard in self._trained.items():
-            param = self.model.get_parameter(name)
-            shard.grad, param.grad = None if param.grad is None else _local(param.grad), None
-        return self.ranks.sum(total, self.device)
+            for name, shard in self._trained.items():
+                param = self.model.get_parameter(name)
+                shard.grad, param.grad = None if param.grad is None else _local(param.grad), None
+            return self.ranks.sum(total, self.device)
 
     @contextmanager
-    def _clean(self) -> Iterator[None]:
-        """What is aborted within leaves nothing: its sums would count in the next step, and weights that are loaded
-        would be lost in those it has gathered."""
+    def _intact(self) -> Iterator[None]:
+        self._require_intact()
         try:
             yield
         except BaseException:
-            self.model.zero_grad()
-            getattr(self.model, "reset_iter_state", self.model.reshard)()  # older versions have only the latter
+            self._aborted = True
             raise
 
     def evaluate(self, batch: dict[str, Tensor]) -> float:
         loss = super().evaluate(batch)
         self.model.reshard()  # by itself, FSDP would do it only in a backward
         return loss
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._require_intact()
+        super().load_state_dict(state)
+
+    def _require_intact(self) -> None:
+        """FSDP2 may hold sums, which would count in the next step, or gathered weights, in which loaded ones would be
+        lost."""
+        told = "a step or an evaluation was aborted, of which FSDP2 may hold parts: make a new trainer"
+        require(not self._aborted, told)
 
     def close(self) -> None:
         self.model.__dict__.pop("forward", None)
