@@ -166,23 +166,15 @@ def test_after_an_aborted_step_fsdp_does_not_go_on(within, monkeypatch):
     state = trainer.state_dict()
     refused(partial(trainer.load_state_dict, state | {"optimizer": {}}), "optimizer")
     trainer.load_state_dict(state)
-    call = trainer.evaluate if within == "evaluation" else trainer.step
     if within == "last moment":
         monkeypatch.setattr("t1lib.train.modes._local", lambda _: 1 / 0)
     else:
-        kind = within if within == "full_backward" else "forward"
-        hook = getattr(trainer.parts.layers[2].mlp, f"register_{kind}_hook")(lambda *_: 1 / 0)
+        kind = "full_backward" if within == "full_backward" else "forward"
+        getattr(trainer.parts.layers[2].mlp, f"register_{kind}_hook")(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        call(batch)
-    monkeypatch.undo()
-    if within != "last moment":
-        hook.remove()
-    for again in (
-        partial(trainer.step, batch),
-        partial(trainer.evaluate, batch),
-        partial(trainer.load_state_dict, state),
-    ):
-        refused(again, "aborted, of which FSDP2 may hold parts: make a new trainer")
+        (trainer.evaluate if within == "evaluation" else trainer.step)(batch)
+    for again, given in ((trainer.step, batch), (trainer.evaluate, batch), (trainer.load_state_dict, state)):
+        refused(partial(again, given), "aborted, of which FSDP2 may hold parts: make a new trainer")
 
 
 @pytest.mark.parametrize("mode", ON_CPU)
