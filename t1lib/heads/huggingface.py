@@ -162,11 +162,14 @@ def _output_layer(lm: nn.Module) -> tuple[nn.Module, str, list[nn.Linear]]:
 
 
 def _require_no_hooks(name: str, itself: list[nn.Module], around: list[nn.Module]) -> None:
-    """On what the output layer returns, `itself` or all modules; forward hooks of modules around it are followed."""
+    """On what the output layer, `itself`, or all modules get or return; forward hooks around it are followed. Those of
+    torch.nn.utils change weights."""
     every = nn.modules.module
-    found = [every._global_forward_hooks, every._global_backward_hooks, every._global_backward_pre_hooks]
-    found += [module._forward_hooks for module in itself]
+    found = [every._global_forward_pre_hooks, every._global_forward_hooks]
+    found += [every._global_backward_hooks, every._global_backward_pre_hooks]
+    found += [hooks for module in itself for hooks in (module._forward_pre_hooks, module._forward_hooks)]
     found += [hooks for m in (*itself, *around) for hooks in (m._backward_hooks, m._backward_pre_hooks)]
-    allowed = ("torch.distributed.", "torch.utils.", "deepspeed.")
+    allowed = ("torch.distributed.", "torch.utils.", "torch.nn.utils.", "deepspeed.")
     hooks = [h for hooks in found for h in hooks.values() if not getattr(h, "__module__", "").startswith(allowed)]
-    require(not hooks, f"{name}'s output layer has a hook, which would see a loss in place of logits")
+    seen = "(tokens, hidden size) for (batch, length, hidden size) and a loss for logits"
+    require(not hooks, f"{name}'s output layer has a hook, which would see {seen}")
