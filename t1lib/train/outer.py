@@ -73,7 +73,12 @@ class OuterParam(Traveller):
     def release(self) -> None:
         """Free the weights' device memory, unless a graph has saved the parameter for its backward, or somebody holds a
         view of the memory. Otherwise the parameter has two references, Python's and its gradient accumulator's; its
-        storage two, its own and the one here."""
+        storage two, its own and the one here. Nor if somebody has written to weights that have a whole master: it would
+        follow, and lose its low bits, though they may be written back before the update."""
+        if self.flat is not None:
+            self.accept_writes()
+        if self.equal_at != version_of(self.param):
+            return
         storage = self.param.untyped_storage()
         own = storage.resizable() and storage.nbytes() == self.param.nbytes
         if own and self.param._use_count() <= 2 and torch._C._storage_Use_Count(storage._cdata) <= 2:
@@ -138,9 +143,6 @@ class Outer:
             return
         if self._stage is Stage.UNDERWAY:  # an error ended its forward, and this backward is of an earlier one
             self.ready()
-        if self._stage is Stage.COMPLETE:
-            for held in self.held:
-                held.accept_writes()
         with uninterrupted():
             self._stage = Stage.RELEASED
             for held in self.held:
@@ -228,10 +230,9 @@ class Outer:
             for held in self.held:
                 held.update = None  # freed only now: the memory is reused in compute order
             if self._stage is Stage.RELEASED:  # no update is going to rebuild the weights
-                for held in self.held:
-                    held.accept_writes()
+                released = [held for held in self.held if held.released]
                 self._make_room()
-                for held in self.held:
+                for held in released:
                     held.refill()
             self._stage = Stage.COMPLETE
             for held in self.held:  # last: until then whoever looks at one comes here

@@ -206,6 +206,19 @@ def of_average(model: nn.Module) -> float:
     return found
 
 
+def perturbed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Gradients at other weights, which are taken back before the update, as in sharpness-aware minimisation."""
+    params = list(model.parameters())
+    own = [param.detach().clone() for param in params]
+    with torch.no_grad():
+        torch._foreach_mul_(params, 1.05)
+    loss = model_loss(model, batch)
+    loss.backward()
+    with torch.no_grad():
+        torch._foreach_copy_(params, own)
+    return loss.detach().requires_grad_()  # its own backward changes nothing
+
+
 def decoded_by_hand(model: nn.Module) -> float:
     """From a prompt that was run where gradients are possible."""
     model.eval()

@@ -124,6 +124,7 @@ EVERYWHERE: dict[str, dict[str, Any]] = {  # wherever layers, state, gradients a
     ),
     # updates of which the weights, in 16 bits, see none for a while
     "weights swapped for an average": masters(qwen3, partial(adamw, lr=1e-5), after=odd.of_average),
+    "weights perturbed for the gradient": masters(llama, partial(adamw, lr=1e-5), loss=odd.perturbed),
     "weights that are assigned": case(llama, after=odd.of_assigned),
     "decoding by hand": case(qwen3, after=odd.decoded_by_hand),
     "decoding by hand, by rows": case(qwen3, after=odd.decoded_by_hand, micro_batch=1, rel=1e-5),
