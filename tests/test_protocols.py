@@ -249,6 +249,8 @@ def test_padding_leaks_into_no_gradient_and_a_head_that_multiplies_it_in_is_foun
         ("t1m1", "imports", {"token_counts": [32, 100]}, "token_counts has 100; allowed: at most token_seq=64, or"),
         ("frontier", "imports", {"lengths": [256, 64]}, "lengths=[256, 64]; allowed: ascending"),
         ("frontier", "imports", {"budgets": []}, "no budget is given"),
+        ("convergence", "imports", {"lr_warmup": 30}, "lr_warmup=30; allowed: fewer than steps=30"),
+        ("cce", "plan", {"lr_warmup": 30}, "lr_warmup=30; allowed: fewer than steps=30"),
     ],
 )
 def test_a_bad_parameter_is_refused_before_anything_is_measured(notebook, cell, changed, told):
