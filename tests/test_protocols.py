@@ -117,7 +117,7 @@ def test_the_point_to_try_runs_whatever_lengths_are_measured():
 
 GIVEN = dict(
     dtype="float32", reference="float64", shapes=["A 256 4096 64", "B 8 30 4"], methods=["full"],
-    compared=["64MiB", "32MiB"], tight=["B 8MiB", "M 4MiB"],
+    compared=["64MiB", "32MiB"], tight=["B 8MiB", "M 4MiB"], steps=9, lr_warmup=2,
 )  # fmt: skip
 
 
@@ -166,6 +166,7 @@ def test_in_bfloat16_fp8_is_measured_beside_the_same_without_it():
         ({"tight": ["8MiB"]}, "bad tight workspace '8MiB'"), ({"tight": ["A lots"]}, "bad size 'lots'"),
         ({"tight": ["Z 8MiB"]}, "unknown shape of a tight workspace: 'Z'"),
         ({"compared": []}, "compared is empty"), ({"compared": ["0"]}, "bad workspace '0'"),
+        ({"lr_warmup": 9}, "lr_warmup=9; allowed: fewer than steps=9"),
     ],
 )  # fmt: skip
 def test_a_wrong_entry_is_named(changes, message):
@@ -250,7 +251,6 @@ def test_padding_leaks_into_no_gradient_and_a_head_that_multiplies_it_in_is_foun
         ("frontier", "imports", {"lengths": [256, 64]}, "lengths=[256, 64]; allowed: ascending"),
         ("frontier", "imports", {"budgets": []}, "no budget is given"),
         ("convergence", "imports", {"lr_warmup": 30}, "lr_warmup=30; allowed: fewer than steps=30"),
-        ("cce", "plan", {"lr_warmup": 30}, "lr_warmup=30; allowed: fewer than steps=30"),
     ],
 )
 def test_a_bad_parameter_is_refused_before_anything_is_measured(notebook, cell, changed, told):
