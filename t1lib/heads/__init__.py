@@ -48,7 +48,8 @@ def linear_cross_entropy(
     token_weight    (…) factor on each token's loss and, under "mean", on its share of the denominator; constant
     workspace       bytes, or a string such as "256MiB": the most memory the head may use beyond inputs and gradients;
                     None: the head's own default
-    filter_eps      in (0, 1): zero the logits' gradient where |softmax − one-hot| is smaller (CCE: only whole blocks)
+    filter_eps      in (0, 1), full and fused only: zero the logits' gradient where |softmax − one-hot| is smaller (CCE:
+                    only whole blocks)
     return_stats    also return `HeadStats`, whose fields have the target's shape
 
     Returns the loss in float32 (float64 for float64 operands), of shape (…) under "none" and a scalar otherwise; with
@@ -65,8 +66,8 @@ def linear_cross_entropy(
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise `T1Error` unless `linear_cross_entropy` takes these options, for bfloat16 operands, which all are for.
-    Tensors among them are not looked at, as their sizes depend on the operands."""
+    """Raise as `linear_cross_entropy` does unless it takes these options, tried on small bfloat16 operands on the CPU.
+    Neither tensors among them nor whether a workspace suffices is checked, as both depend on the operands."""
     for name in options:
         known = isinstance(name, str) and name not in ("input", "linear_weight", "target")
         require(known, f"option {shown(name)}; allowed: those of linear_cross_entropy, without its operands")

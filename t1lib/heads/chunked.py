@@ -1,4 +1,4 @@
-"""Head `chunked`: loss and gradients from blocks of logits, in plain PyTorch, split by sequence or by vocabulary.
+"""Head `chunked`: loss and gradients from blocks of tokens or of classes, in plain PyTorch but for two scalings.
 
 With logits z (after the softcap), p = softmax z, ζ = z_loss and the symbols of `full`, a token's loss is
     l = t [ −(1−α) c_y log p_y + α/V Σ_v c_v (lse − z_v) + ζ lse² ].
@@ -24,7 +24,7 @@ DEFAULT_CHUNKS = 8  # by sequence
 DEFAULT_COLUMNS = 8192  # by vocabulary: columns per chunk
 PAIR = 2  # chunks per product for the weight gradient, so that the V × D sum is read and written half as often
 TOKEN_BYTES = 128  # per token, in vectors over tokens: targets, masks, statistics, coefficients
-SLACK = 2**20  # bytes by which CUDA's caching allocator may exceed a request; at most three buffers
+SLACK = 2**20  # bytes by which CUDA's caching allocator may exceed a request, for each of at most three buffers
 
 Needs = tuple[bool, bool, bool]
 
@@ -279,8 +279,8 @@ class Gradients:
 def _in_chunks(
     x: Tensors, opts: Options, by: str, size: int, needs: Needs, upstream: Tensor | float, rows: Rows | None = None
 ) -> tuple[Rows, list[Tensor | None]]:
-    """Statistics, or `rows` if given, and gradients for `upstream`, from chunks of `size` tokens or columns. x: targets
-    as rows of this process's weight, class weights for these rows"""
+    """Statistics, or `rows` if given, and gradients for `upstream`, from chunks of `size` tokens or columns. x: with
+    targets as rows of this process's weight, and class weights for these rows"""
     x, partial = x._replace(input=opts.tokens(x.input)), by == "vocabulary" or opts.settings.shards is not None
     block, gradients = Block(x.input, opts, by, size, any(needs)), Gradients(x, opts, needs, partial)
     factors = [f[:, None] for f in opts.factors(upstream)] if any(needs) else []

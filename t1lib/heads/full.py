@@ -26,8 +26,9 @@ def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor,
 
     The first two terms in the bracket are `torch.nn.functional.cross_entropy`. If all tokens are ignored, mean is nan,
     sum is 0 and the gradient is 0. `filter_eps` (Cut Cross-Entropy, section 4.3): with p = softmax z, entries with
-    |p_v − [v = y]| < eps are set to 0 in dL/dz. A head may drop any subset of these entries; this one drops each.
-    A `workspace` below what the logits take is a `T1Error`. Source: T1M3, section 2 (the standard output layer)."""
+    |p_v − [v = y]| < eps are set to 0 in dL/dz. A head may drop any subset of these entries; this one drops them all.
+    `workspace` limits nothing here: if the 3 to 7 arrays of N × V logits and gradients that the backward takes exceed
+    it, also for the loss alone, that is a `T1Error`. Source: T1M3, section 2 (the standard output layer)."""
     s = opts.settings
     # N × V arrays at the peak, in the backward (an estimate): log-probabilities, two gradients, copies
     copies = 3 + 2 * (s.softcap is not None) + bool(s.z_loss or s.return_stats) + (s.filter_eps is not None)
@@ -66,8 +67,9 @@ def _logits(e: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
 def native(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor, HeadStats | None]:
     """Cross-entropy of a linear layer's outputs by `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13), on its
     memory-saving path, with the op's own choice of chunk and precision. The loss of 16-bit operands comes rounded to
-    their dtype, cast to float32. `token_weight` weights the op's losses under "none". Raises `UnavailableError` on a
-    PyTorch without the op; `T1Error` for options it lacks, and for label_smoothing, with which it holds all logits."""
+    their dtype, cast to float32. With `token_weight` the op runs with reduction "none". Raises `UnavailableError` on a
+    PyTorch without the op; `T1Error` for options it lacks, for label_smoothing, with which it holds all logits, for a
+    second backward, and for create_graph=True."""
     if not hasattr(F, "linear_cross_entropy"):
         missing = "torch.nn.functional.linear_cross_entropy (PyTorch 2.13)"
         raise UnavailableError(f"head 'torch' needs {missing}; this is {torch.__version__}")

@@ -36,10 +36,12 @@ def fused(
                 copy counts, if its dtype is not the products' (float32 under autocast) or its columns' stride not 1;
                 likewise an input whose tokens are not evenly spaced in memory, such as `hidden[:, :-1]`
     chunks      instead of workspace: number of chunks of tokens, rounded to whole row tiles. In 16 bits dW is rounded
-                once per chunk; the targets' own terms and the rows of the 1024 most frequent targets only once
+                once per chunk; where the forward computes the gradients, the targets' own terms and the rows of at most
+                1024 frequent targets (of four tokens or more) only once
     tail        "fp8": where the forward computes the gradients on a Hopper GPU, the products for dE and dW take the
-                small entries of the logits' gradient in FP8 (docs/fp8.md). No effect on a CPU or another GPU with FP8,
-                under "none", without tokens, and if the weight is below 2048 × 64 or not in rows on 16-byte boundaries
+                small entries of the logits' gradient in FP8 (docs/fp8.md lists what it refuses). No effect on a CPU or
+                another GPU with FP8, under "none", without tokens, and if the weight is below 2048 × 64 or not in rows
+                on 16-byte boundaries
 
     Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper. Elsewhere, for float64, and for bfloat16
     in Triton's interpreter, head `chunked` takes over (with filter_eps, `full`). Raises `T1Error` for a bad argument, a
@@ -75,7 +77,7 @@ def _check_tail(tensors: Tensors, s: Settings, chunks: int | None) -> None:
 
 def kernels_run(input: Tensor) -> bool:
     """Whether the kernels take this input: not empty, at most 32 bits per element, on CUDA or in Triton's interpreter;
-    not products of bfloat16 (also from autocast) in the interpreter, which gets them wrong without an error."""
+    not products of bfloat16 (also from autocast) in the interpreter, which gets them wrong. Warns without Triton."""
     empty = not torch.compiler.is_compiling() and input.numel() == 0  # the compiler may not know the number of tokens
     compute = options.autocast_dtype(input) or input.dtype
     there = compute != torch.bfloat16 if os.environ.get("TRITON_INTERPRET") == "1" else input.is_cuda
@@ -102,7 +104,7 @@ def _packed(tensors: Tensors, s: Settings, chunks: int | None, tail: bool) -> Pa
 
 def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
     """Whether the forward computes the gradients: if it knows their factors, no dtype is too narrow for gradients
-    before these are applied, the softcap's slope follows from what it keeps, and recomputing is not faster."""
+    before these are applied, it need not filter, what it keeps gives the softcap's slope, and recomputing is slower."""
     input, w = tensors.input, tensors.linear_weight
     steep = s.softcap is not None and (s.label_smoothing > 0 or s.softcap < TIGHT)
     narrow = torch.float16 in (compute, input.dtype, w.dtype)
@@ -122,7 +124,8 @@ def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
     "t1lib::linear_cross_entropy", mutates_args=(), schema=f"({ARGUMENTS}) -> ({7 * 'Tensor, '}Tensor)"
 )
 def forward_op(*call):
-    """(loss, lse, logprob, correct, saved, dE, dW, dBias); some may be empty. saved: if any token counts, or lse."""
+    """(loss, lse, logprob, correct, saved, dE, dW, dBias); some may be empty. saved: whether any token counts,
+    () bool, if the gradients are among these (`early`), else offset and log_total, (2, N)."""
     from t1lib.heads import fused_launch, fused_run  # need Triton
 
     tensors, given = Tensors(*call[:6]), Packed.of(*call[6:])
@@ -198,7 +201,7 @@ def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:
     if ctx.spent:
         raise options.spent("fused", 'reduction="none"')
     saved, *made = ctx.saved_tensors
-    # if all tokens are ignored, even an infinite one gives 0
+    # if all tokens are ignored, even an infinite upstream gradient gives 0
     upstream = upstream.where(saved, 0.0) if given.early else upstream
     if not given.early:
         made = backward_op(upstream, saved, *made, *given.lists())

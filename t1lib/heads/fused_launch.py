@@ -50,7 +50,7 @@ class Pass:
                 float32 while the next chunk computes. Under sequence parallelism `out` holds only this process's
                 tokens, while a chunk may hold those of any process
 
-    An argument of a kernel that a launch is not given is the attribute of that name: so most attributes are arguments.
+    A kernel's argument that is not given to `launch` is the attribute of that name: so most attributes are arguments.
     Those that are not: o, opts, plan, tiles, tma, fields, exchange, and what begins with _."""
 
     splits_from = 1  # parts of the vocabulary, see `splits_of`
@@ -83,7 +83,7 @@ class Pass:
         self._put_in_order(kind == "early" and (dw or db), upstream)
 
     def _put_in_order(self, by_target: bool, upstream: Tensor | None) -> None:
-        """Sort the tokens, those that count first, and fill what is known of each before there is a logit.
+        """Sort the tokens, those that count first, and note in `row` what is known of each before there is a logit.
         by_target: whether those that count are sorted by target. upstream: as in `__init__`"""
         opts, s, size, new = self.opts, self.opts.settings, self.tokens, self.opts.target.new_empty
         self.number, opts.denominator = new((), dtype=torch.int32), new((), dtype=torch.float32)  # both by a kernel
@@ -192,7 +192,7 @@ class Pass:
 
     def launch(self, kernel: Any, *grid: int, **given: Any) -> Callable[[int], None]:
         """Launch a kernel; return a function that launches it again for another `first` that compiles to the same. That
-        skips Triton's look at all arguments and new descriptors: longer on the host than a small chunk on the GPU."""
+        skips Triton's look at all arguments and new descriptors, which take longer than a small chunk on the GPU."""
         held = vars(self)
         arguments = {name: given.pop(name) if name in given else held[name] for name in kernel.arg_names}
         given |= FMA

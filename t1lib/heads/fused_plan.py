@@ -10,7 +10,7 @@ from torch import Tensor
 
 from t1lib.heads.options import Options, Settings, Shards, Tensors, evenly_spaced, need_workspace
 
-DEFAULT_WORKSPACE = 3 * 2**29  # bytes, plus `TOKEN_BYTES` per token and copies; less costs up to 4 % (docs/history)
+DEFAULT_WORKSPACE = 3 * 2**29  # bytes, plus `TOKEN_BYTES` per token and copies; 1 GiB costs up to 2 % (docs/heads.md)
 LOSS_WORKSPACE = 16 * 2**20  # more memory does not speed up the loss alone
 TOKEN_BYTES = 192  # per token: order, sort keys and their copies, statistics and factors
 CLASS_BYTES = 2  # per class: its position among the frequent targets
@@ -133,7 +133,7 @@ def bytes_needed(shape: Shape, plan: Plan, early: bool) -> int:
 
 
 def bytes_with(buffers: dict[str, Buffer], shape: Shape, plan: Plan) -> int:
-    """Of the buffers, and of what a pass allocates beside them."""
+    """Bytes of the buffers, and of what a pass allocates beside them."""
     loose = TOKEN_BYTES * shape.tokens + CLASS_BYTES * shape.vocab * shape.dw + 24 * shape.hidden + shape.copies
     if shape.ranks:  # four statistics of a chunk's tokens, from each rank
         loose += 16 * (1 + shape.ranks) * plan.capacity
@@ -159,7 +159,7 @@ def is_copied(operand: Tensor, compute: torch.dtype) -> bool:
 
 
 def early_from(tokens: int, vocab: int, hidden: int, itemsize: int, cuda: bool) -> int:
-    """The least workspace in bytes, without copies, with which the forward computes the gradients: two row blocks fit.
+    """The least workspace in bytes, without copies, with which the forward computes the gradients: 256 tokens fit.
     With less, recomputing the logits beats many small chunks. Plain arithmetic, which the compiler can follow."""
     row = (vocab + hidden + FREQUENT) * itemsize + 4 * hidden
     fixed = TOKEN_BYTES * tokens + FREQUENT * 4 * hidden + CLASS_BYTES * vocab + SLACK
@@ -262,9 +262,9 @@ def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks
 def bytes_held(
     tokens: int, vocab: int, hidden: int, size: int, workspace: int, chunks: int | None, tail: str | None, early: bool
 ) -> int:
-    """For the planner: what both gradients need within a workspace, or in so many chunks, for operands of `size` bytes
-    per element; on this GPU or, if there is none, on an H200. early: whether the forward may compute the gradients.
-    Raises `T1Error` as `plan`."""
+    """For the planner: bytes that both gradients need within a workspace, or in so many chunks, for operands of `size`
+    bytes per element; on this GPU or, if there is none, on an H200. early: whether the forward may compute them. Raises
+    `T1Error` as `plan` does."""
     device = device_of(torch.device("cuda")) if torch.cuda.is_available() else Device("hopper", 132)
     shape = Shape(tokens, vocab, hidden, torch.bfloat16 if size == 2 else torch.float32, de=True, dw=True)
     early &= chunks is not None or workspace >= early_from(tokens, vocab, hidden, size, cuda=True)
@@ -278,12 +278,12 @@ def bytes_held(
 
 
 class Packed(NamedTuple):
-    """The operators' arguments besides tensors, which they take as four lists: one by one, these would take the host
-    longer."""
+    """The operators' arguments besides tensors, which they take as three lists and a string: one by one, these would
+    take the host longer."""
 
     settings: Settings
     chunks: int | None
-    autocast: str  # the dtype of the products, or - outside autocast
+    autocast: str  # the dtype of the products, or "-" outside autocast
     needs: Sequence[bool]  # whether the gradients of input, weight and bias are wanted
     early: bool  # whether the forward computes them
     tail: bool  # FP8

@@ -17,7 +17,7 @@ from t1lib.heads.kernels import large, rows, tail
 from t1lib.heads.kernels.large import SLOTS
 from t1lib.heads.options import need_workspace
 
-SAMPLE = 128  # one of so many columns is looked at for a row's offset
+SAMPLE = 128  # one of so many columns, or of fewer, is looked at for a row's offset
 BLOCK = 256  # tokens of a tile of dE
 SPLITS = 64  # the most ranges that the vocabulary is divided into for the exponentials
 PARTS = 8  # the most partial sums of dE
@@ -106,7 +106,7 @@ class Tail(Pass):
         self.flag.zero_()
         self.logits(self.e4m3)
         self.launch(large.find, self.size, TILES=8, REDO=False)
-        for _ in range(2):  # rows with a wrong offset; twice, as after an overflow the first correction is only near
+        for _ in range(2):  # rows with a wrong offset; twice, as after an overflow the first correction is rough
             self.offsets(self.splits, 0)
             self.logits(self.e4m3, redo=True)
             self.launch(large.find, self.size, TILES=8, REDO=True)

@@ -33,8 +33,8 @@ def patch_head(model: nn.Module, *, return_logits: bool = False, **options: Any)
 
     Calls with `labels` (or `shift_labels` alone) then return the model's own loss and gradients; others stay the same.
     Raises `T1Error` for a model without a plain linear output layer, with a loss other than `ForCausalLMLoss`, with an
-    encoder, or already patched, and for a bad option. A call raises it if the model does something to its logits that
-    no head can follow."""
+    encoder, or already patched, and for a bad option; `UnavailableError` for a head that cannot run here. A call raises
+    `T1Error` if the model does something to its logits that no head can follow."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     lm, name, patch = _language_model(model)
@@ -106,7 +106,7 @@ def _patched(original: Callable) -> Callable:
 
 
 def _lock(lm: nn.Module) -> Any:
-    """Of the output layer, which models may share, or of a model that has lost it."""
+    """The lock of the output layer, which models may share, or of the model itself if it has lost its layer."""
     if torch.compiler.is_compiling():  # it traces no lock; a compiled call runs no Python that others could disturb
         return nullcontext()
     layer = lm.get_output_embeddings()
@@ -162,8 +162,8 @@ def _output_layer(lm: nn.Module) -> tuple[nn.Module, str, list[nn.Linear]]:
 
 
 def _require_no_hooks(name: str, itself: list[nn.Module], around: list[nn.Module]) -> None:
-    """On what the output layer, `itself`, or all modules get or return; forward hooks around it are followed. Those of
-    torch.nn.utils change weights."""
+    """Raise `T1Error` for hooks on what the output layer, `itself`, or all modules get or return. Forward hooks of the
+    modules `around` it still run, and those of torch.nn.utils only change weights."""
     every = nn.modules.module
     found = [every._global_forward_pre_hooks, every._global_forward_hooks]
     found += [every._global_backward_hooks, every._global_backward_pre_hooks]

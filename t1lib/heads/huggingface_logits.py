@@ -154,7 +154,7 @@ class Logits:
         return self._derived(hidden=self.hidden.flatten(0, -2)) if shape == (-1, self.columns) else self._refuse("view")
 
     def __getitem__(self, key: Any) -> "Logits":
-        """Slices, or a mask of tokens, which models with padding take their losses of."""
+        """Slices, or the tokens that a mask selects: a model with padding may take its loss over those."""
         dims = self.hidden.dim()
         if isinstance(key, Tensor) and key.dtype == torch.bool and key.dim() < dims:
             return self._derived(hidden=self.hidden[key], shared=False)

@@ -27,11 +27,12 @@ NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 class HeadStats(NamedTuple):
-    """Detached statistics per token, each of the target's shape; 0, 0 and False at ignored tokens."""
+    """Detached statistics per token, each of the target's shape; 0, 0 and False at ignored tokens. Logits are those
+    after the softcap; lse and logprob have the loss's dtype."""
 
     lse: Tensor  # log-sum-exp of the token's logits
     logprob: Tensor  # log-probability of the target, not weighted
-    correct: Tensor  # whether no logit exceeds the target's (head `fused`: by more than 1e-6 of its size or 1)
+    correct: Tensor  # bool: no logit exceeds the target's (`fused`: by more than about 1e-6 · max(its size, 1))
 
 
 class Tensors(NamedTuple):
@@ -52,7 +53,7 @@ def evenly_spaced(input: Tensor) -> bool:
 
 
 class Shards(NamedTuple):
-    """One process's view of the sharding: it holds the rows `first` … `first + rows[rank]` of the weight."""
+    """One process's view of the sharding: it holds the weight's rows [`first`, `first + rows[rank]`)."""
 
     name: str  # of the group, because an operator of PyTorch's cannot take a group
     rows: tuple[int, ...]  # of the weight on each of the `size` processes of `group`, in rank order
@@ -211,8 +212,8 @@ def own_options(name: str, head: Callable, given: dict[str, Any]) -> None:
 
 
 def parse_bytes(size: int | str, least: int = 0) -> int:
-    """Bytes from an int or a string such as "256MiB", "1.5GiB", "2GB" or "4096"; `T1Error` for anything else, and for
-    fewer than `least`: a number without its unit, maybe."""
+    """Bytes from an int or a string such as "256MiB", "1.5GiB", "2GB" (10⁹ each) or "4096"; `T1Error` for anything
+    else, for more than 2**60, and for fewer than `least`, as when a unit was forgotten."""
     found = size
     if isinstance(size, str):
         match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*", size)

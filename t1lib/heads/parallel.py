@@ -39,7 +39,7 @@ def linear_cross_entropy(
     token_weight: Tensor | None = None, **options: Any,
 ) -> Tensor | tuple[Tensor, HeadStats]:  # fmt: skip
     """`t1lib.heads.linear_cross_entropy` for a vocabulary-parallel layer: each rank of `group` holds some weight rows.
-    Arguments and results are the same, with head "chunked" (by sequence) or "fused", except for:
+    Arguments and results are the same, with head "chunked" (by sequence) or "fused" (without tail), except for:
 
     input, target       the same on every rank; targets are indices into the whole vocabulary
     sequence_parallel   if True, input, target and token_weight hold each rank's own tokens, the same number on every
@@ -49,6 +49,7 @@ def linear_cross_entropy(
     linear_bias         (rows)
     weight              (V) for the whole vocabulary, all ranks' rows together; the same on every rank
     workspace           per rank; the hidden states gathered under sequence_parallel are not counted
+    filter_eps          only where the kernels of `fused` run
 
     Unless losses are per rank (sequence_parallel with "none"), every rank returns the same loss and must call
     backward with the same upstream gradient. dE is summed over the ranks in float32 (or float64). The first time that a

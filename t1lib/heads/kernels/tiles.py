@@ -9,8 +9,8 @@ VARYING = ("tokens", "start", "size", "group", "group_de", "group_dw", "splits",
 PRECISE_FROM = 64.0  # from this softcap on, tanh(z / softcap), which it multiplies, must be right to its last digits
 
 # Of a token: z2 of its target; offset of its exponentials 2^(z2 − offset), log2 of their sum (its log-sum-exp is ln 2 ·
-# (offset + log_total)); log-probability of the target; 1 if no logit exceeds its; Σ c_v z_v under label smoothing; r, A
-# without z-loss, B and E as in `chunked`; A / Σ 2^(z2 − offset); the gradient of the target's logit
+# (offset + log_total)); log-probability of the target; 1 if no logit exceeds the target's; Σ c_v z_v under label
+# smoothing; r, A without z-loss, B and E as in `chunked`; A / Σ 2^(z2 − offset); the gradient of the target's logit
 FIELDS = "at offset log_total logprob correct pull token softmax target even scale tau"
 AT, OFFSET, LOG_TOTAL, LOGPROB, CORRECT, PULL, TOKEN, SOFTMAX, TARGET, EVEN, SCALE, TAU = map(tl.constexpr, range(12))
 
