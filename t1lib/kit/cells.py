@@ -1,9 +1,8 @@
 """Tracks which notebook cell made what, so that running a cell again makes all that used its results out of date.
 
 A cell depends on the parameters that it read, by their values, and on the cells that made the variables it uses.
-Variables that a cell changes in place, without assigning them, are not followed, nor those that it reads by a text, as
-`eval` does.
-"""
+Variables that a cell changes in place, without assigning them, are not followed, nor those that it reads through a
+string, as `eval` does."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,8 +56,7 @@ class Cells:
     """The cells that a kernel has run. Their keys: the ids that the frontend gives, else their source.
 
     namespace   the notebook's global variables
-    parameters  returns the parameters' current values
-    """
+    parameters  returns the parameters' current values"""
 
     def __init__(self, namespace: dict[str, Any], parameters: Callable[[], Mapping[str, Any]]) -> None:
         self.namespace, self.parameters = namespace, parameters
@@ -84,8 +82,7 @@ class Cells:
         """The running cell has ended. `key` may differ from that of `begin` for the cell that created this object.
 
         number  the execution's number, as frontends show it
-        done    it reached its end; if not, what it recorded is removed
-        """
+        done    it reached its end; if not, what it recorded is removed"""
         if key != self.running_key:
             self.known[key] = self.known.pop(self.running_key)
             self.running_key = key
@@ -103,7 +100,7 @@ class Cells:
         read, doubtful, stored = names(source, self.namespace)
         cell.kept = {name for name in stored if self._unchanged(name)}
         read |= doubtful & cell.kept
-        # Functions and texts assign variables, too. Names with an underscore are mostly the frontend's.
+        # Functions and strings (`exec`) assign variables, too. Names that begin with _ are mostly the frontend's.
         own = stored | {name for name in self.namespace if not name.startswith("_") and not self._unchanged(name)}
         cell.parameters |= {name: given[name] for name in read if name in given}
         for name in read - given.keys():
@@ -123,8 +120,7 @@ class Cells:
         """Note that the running cell has read a variable of another cell, before assigning it if it does.
 
         own   it may assign it, too
-        kept  it did not do so when it ran before
-        """
+        kept  it did not do so when it ran before"""
         maker, right = self._makers.get(name), self._above(name, self.running_key)
         if maker not in self.known or (own and not right):
             return

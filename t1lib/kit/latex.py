@@ -26,7 +26,7 @@ _TEX = "on Debian texlive-latex-recommended and lmodern, else MacTeX or MiKTeX"
 # With -file-line-error, errors begin with "./t1m1.tex:12: "; errors outside any file begin with "! ".
 _ERROR = re.compile(r"^(?:(?:\./)?[^\s:]+\.\w+:\d+: |! ).+", re.M)
 _UNDEFINED = re.compile(r"^LaTeX Warning: (?:Citation|Reference) .+ undefined.*", re.M)  # would print "??"
-# Not copied: other reports, and what is in report/ since somebody ran TeX there, of which run, nobody knows.
+# Not copied: other reports, and what somebody's own TeX left in report/, from which run, nobody knows.
 _OTHERS = shutil.ignore_patterns("*numbers.tex", "context.tex", "figures", "tables", *(f"{name}.*" for name in REPORTS))
 
 

@@ -1,4 +1,4 @@
-"""Which global variables a notebook cell's code reads and assigns, by its bytecode."""
+"""Which global variables a notebook cell's code reads and assigns, according to its bytecode."""
 
 import ast
 import dis
@@ -50,7 +50,7 @@ def names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str], s
             elif step.offset in unassigned[name]:
                 assigned_later = stores[name] & _reached(following, step.offset, set())
                 (read if assigned_later else doubtful).add(name)
-    # What it leaves as it is, it hands on. (Not targets of loops: cells that loop over the same would depend.)
+    # What it leaves as it is, it hands on. (Not loop variables: cells that share one would depend on each other.)
     ends = {step.offset for step in dis.get_instructions(code) if step.opname in _ENDS[:2]}
     branches = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.If)]
     within = {node.id for branch in branches for node in ast.walk(branch) if isinstance(node, ast.Name)}

@@ -151,7 +151,7 @@ class Run:
 
     def frame(self) -> pd.DataFrame:
         """The records that are up to date, one row each; prints which are left out. If the frontend gives cell ids,
-        only records of cells above the running one are there, as in a run from top to bottom."""
+        only those of the running cell and the ones above it are there, as in a run from top to bottom."""
         self._cells.read_records()
         if self._measures:
             for cell, why in self._cells.out_of_date():
@@ -177,7 +177,7 @@ class Run:
         return files
 
     def figure(self, name: str, figure: Figure) -> Figure:
-        """Save a figure as PDF and PNG, and return it, so that it is shown if this is its cell's last line."""
+        """Save a figure as PDF and PNG; return it, to be shown if this is its cell's last line. Raises as `table`."""
         pdf, png = self._new("figures", name, ".pdf", ".png")
         plt.close(figure)  # else the inline backend shows it again at the end of the cell
         if self.saves_figures:
@@ -188,7 +188,8 @@ class Run:
         return figure
 
     def table(self, name: str, rows: Iterable[dict[str, object]], text_columns: int = 1) -> pd.DataFrame:
-        """Save a table of rows, column → value, as LaTeX; returns it to be shown. The first `text_columns` are text."""
+        """Save a table of rows, column → value, as LaTeX; returns it to be shown. The first `text_columns` are text.
+        Raises `T1Error` for a name of other characters than letters, digits, _ and -, or that another cell uses."""
         (file,) = self._new("tables", name, ".tex")
         made = make_table(rows)
         file.write_text(to_latex(made, text_columns), encoding="utf-8", newline="\n")
@@ -216,20 +217,20 @@ class Run:
             self._complete(self.outdir, given)
             return
         final.parent.mkdir(parents=True, exist_ok=True)
-        # A copy is published: cells that are run again afterwards work on in `outdir`, and change nothing published.
+        # A copy is published: cells that are run again afterwards write to `outdir`, and change nothing published.
         with tempfile.TemporaryDirectory(prefix=".", suffix=".partial", dir=final.parent) as beside:
             copied = shutil.copytree(self.outdir, Path(beside) / self.experiment)
             self._complete(copied, given)
             if self._measures:
                 manifest.publish(copied, final)
             else:
-                same = {*self._ran.values()} <= {cell["source"] for cell in self._saved}  # else edits drew that are not
-                drew = {"notebook": fingerprint.notebook(self.experiment) if same else ""}  # in the file: draw it again
+                same = {*self._ran.values()} <= {cell["source"] for cell in self._saved}  # else what drew is not in the
+                drew = {"notebook": fingerprint.notebook(self.experiment) if same else ""}  # saved file: draw it again
                 manifest.replace_drawn(copied, final, self._made_of | drew)
 
     def _complete(self, folder: Path, given: params.Values) -> None:
         """Write the numbers and, if they are this run's, the samples and manifest to `folder`. Drop figures, tables and
-        numbers that no cell has made when it ran last, of those that the running one sees."""
+        numbers that none of the cells up to the running one made when it last ran."""
         drawn = self._cells.drawn()
         for path in [*folder.glob("figures/*.*"), *folder.glob("tables/*.*")]:
             if f"{path.parent.name}/{path.stem}" not in drawn:

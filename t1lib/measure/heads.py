@@ -38,8 +38,7 @@ class Case:
                "tokens" or "vocabulary" stands for a tensor of as many random numbers
     gradients  compute the loss and its gradients; False: the loss alone, without autograd
     frozen     the weight requires no gradient
-    ignored    share of tokens to ignore, at random positions; or a mask of them, (N) bool
-    """
+    ignored    share of tokens to ignore, at random positions; or a mask of them, (N) bool"""
 
     method: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +63,7 @@ class HeadBench:
     """Hidden states e (N, D), weight w (V, D) and targets y (N), made as `operands` says, and measurements of any case
     on them. reference: dtype of the reference for errors, float64, or float32 (without TF32) where that is too slow"""
 
-    lead = cached_property(lambda self: lead_in(self.device))  # made for the first time that is measured
+    lead = cached_property(lambda self: lead_in(self.device))  # made when a time is first measured
 
     def __init__(
         self, *, tokens: int, vocabulary: int, hidden: int, dtype: str, device: str | torch.device,
@@ -198,8 +197,7 @@ class HeadBench:
         measured, such as for lack of memory beside the others, gets a status and is dropped.
 
         warmup  rounds before these, without the lead-in, not recorded
-        often   keys that get further turns in every round, one for each time that they are listed
-        """
+        often   keys that get further turns in every round, one for each time that they are listed"""
         running, count = dict(runners), Counter[Key]()
         turns = [(key, False) for keys in rounds(list(runners), warmup) for key in keys]
         turns += [(key, True) for keys in rounds([*runners, *often], repeats) for key in keys]
@@ -278,13 +276,12 @@ def operands(
     data: str, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, seed: int = 0,
     path: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Hidden states (N, D), weight (V, D) and targets (N); sizes: N, V, D. data:
+    """Hidden states (N, D), weight (V, D) and targets (N); sizes: N, V, D (of real data, its own). data:
 
     flat    both normal, logits of standard deviation 0.02·√D: all probabilities near 1/V, as before training
     peaked  logits of standard deviation 6, each hidden state moved towards its target's row until that logit is
             about as large as the log-sum-exp of the others: a loss of 2 to 3 nats, many probabilities near 0 or 1
-    real    what `LanguageSession.held_out` (`t1lib.text.session`) has written to `path`
-    """
+    real    what `LanguageSession.held_out` (`t1lib.text.session`) has written to `path`"""
     choose("data", data, ("flat", "peaked", "real"))
     if data == "real":
         saved = torch.load(Path(path or ""), map_location=device, weights_only=True)

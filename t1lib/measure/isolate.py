@@ -58,8 +58,8 @@ def _end_with_parent() -> None:
 
 
 def server(*modules: str) -> mp.context.BaseContext:
-    """What starts processes here. It is begun at the first call, and imports `modules` once for all processes, before
-    any device is touched, while its caller goes on. (Where a system cannot fork, each process imports.)"""
+    """What starts processes here. The first call begins it; it imports that call's `modules` once for all processes,
+    before any device is touched, while the caller goes on. (Where a system cannot fork, each process imports.)"""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle variants must not spin on cores that others need
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its profiler warns of blocks allocated before it began
     if "forkserver" not in mp.get_all_start_methods():
@@ -75,7 +75,7 @@ def server(*modules: str) -> mp.context.BaseContext:
 
 class Isolated:
     """A session made by `factory(**settings)`, both picklable, in a process of its own, which the first error ends;
-    `call` runs its methods there. wait: for the session to be built; if False, call `receive` once to do so"""
+    `call` runs its methods there. wait: for the session to be built; if False, call `receive` once before `call`"""
 
     def __init__(self, factory: Callable[..., Any], settings: dict[str, Any], wait: bool = True) -> None:
         context = server(factory.__module__)
@@ -129,8 +129,7 @@ def measure_variants(
 
     The protocol is a generator that calls the session's methods, as in `call("step", n=3)`, and yields where the next
     variant may take its turn. With `together=False` the variants run one after the other, for a device that cannot hold
-    all of them at once.
-    """
+    all of them at once. Any other error ends all variants and is raised: `VariantFailed`, or a variant's `T1Error`."""
 
     def turns(name: str, settings: dict[str, Any]) -> Iterator[None]:
         state = "ok"

@@ -155,7 +155,7 @@ def device(content: Mapping[str, Any]) -> str:
 
 def difference(folder: Path, experiment: str, parameters: Mapping[str, Any], drawn: bool = False) -> str | None:
     """Why `folder` is not the finished run of this notebook with these parameters by this code; None if it is. drawn:
-    nor drawn by this code, of docs/differences.md as it is now, which needs no measuring"""
+    also if other code drew it, or from another docs/differences.md; to draw it again needs no measuring"""
     content = read(folder)
     if content is None:
         return damage(folder)
@@ -212,7 +212,7 @@ def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, A
 def replace_drawn(fresh: Path, folder: Path, made_of: Mapping[str, Any]) -> list[str]:
     """Replace a run's figures, tables and numbers by those in `fresh`, in its manifest too; returns their names. Other
     files keep their recorded hashes, so manual edits are still noticed. A PDF built before is no longer the run's.
-    made_of: the code that drew them, with any modules"""
+    made_of: the code that drew them; modules that the run did not load do not count"""
     content = read(folder) or {}
     for part in ("figures", "tables"):
         shutil.rmtree(folder / part, ignore_errors=True)

@@ -67,8 +67,7 @@ def measure_ranks(
     limit      seconds that the task may take
 
     Raises `T1Error` and `UnavailableError` as a rank raised them, and `VariantFailed`, whose first line names the rank,
-    for an exception in a rank, a rank that ended without a message, or the time limit.
-    """
+    for an exception in a rank, a rank that ended without a message, or the time limit."""
     phase = f"{name}/{ranks}"
     if share_gpus(ranks, device):
         print(f"{phase}: shared, more ranks than GPUs ({torch.cuda.device_count()})")
@@ -181,9 +180,8 @@ def measure_head(
     with `floor`, the three products of a rank's own rows. A head whose error exceeds `error_bound` is `wrong`,
     one that cannot run here `unavailable`. Neither is timed, nor are ranks that share a GPU.
 
-    workspace   per rank, of the heads that take one: all but `full`
-    given       tokens, vocabulary, hidden, dtype, seed and reference of the `HeadBench`
-    """
+    workspace   per rank, of all heads but `full`
+    given       tokens, vocabulary, hidden, dtype, seed and reference of the `HeadBench`"""
     bench, cases, lacking = Share(device=device, **given), {}, {}
     # Known on all ranks alike: if a head failed on one alone, the others would wait for it.
     if not kernels_run(bench.e):
@@ -216,8 +214,7 @@ def measure_step(
 
     rows      rows of the batch per rank
     most      the largest number of ranks compared: losses are of `most` · `rows` rows in micro-batches of `rows`
-    session   further arguments of `TrainSession`
-    """
+    session   further arguments of `TrainSession`"""
     session |= {"mode": mode, "device": str(device)}
     ranks, status = dist.get_world_size(), ran(device)
     train = TrainSession(batch=rows * ranks, **session)

@@ -88,12 +88,12 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 class AllocatorTimeline:
     """Every allocation and release within a `with` block, from the allocator's history: exact, without polling.
 
-    points  [(ms since entry, bytes allocated, bytes reserved or, on a CPU, None)]
+    points    [(ms since entry, bytes allocated, bytes reserved or, on a CPU, None)]
+    baseline  bytes live at entry: for the caller to state on a CPU, read from the allocator on CUDA
 
     On CUDA it counts the bytes requested, without the allocator's rounding (up to a few per cent less than
-    `max_memory_allocated`). On a CPU it reads the profiler's memory events of this thread, and `baseline` states how
-    many bytes were live at entry. Recording slows down small operations: take times from another pass.
-    """
+    `max_memory_allocated`); on a CPU, by the profiler, those of this thread. Recording slows down small operations:
+    take times from another pass."""
 
     def __init__(self, device: torch.device | str, baseline: int = 0) -> None:
         self.device, self.baseline = torch.device(device), baseline
@@ -140,7 +140,7 @@ class AllocatorTimeline:
 
 
 class HostPeak:
-    """Exact peak of this process's resident memory since this object was made, as Linux records it (VmHWM)."""
+    """Exact peak of this process's resident memory (Linux's VmHWM) since the last `HostPeak` was made: all share it."""
 
     def __init__(self) -> None:
         self.exact = False

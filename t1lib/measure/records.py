@@ -1,4 +1,4 @@
-"""The results of a run: tidy rows of raw samples, of which all else is made, and the few numbers that prose quotes."""
+"""The results of a run: tidy rows of raw samples, from which all else is made, and the few numbers that texts quote."""
 
 import json
 import math
@@ -13,7 +13,7 @@ import pandas as pd
 from t1lib.errors import choose, require, shown
 
 COLUMNS = ("variant", "phase", "step", "metric", "unit", "value")
-# shared: ran on ranks that shared a GPU; wrong: loss or gradients exceed their error bound. Neither gets a time.
+# shared: ran on ranks that shared a GPU; wrong: errors of loss or gradients exceed their bound. Neither gets a time.
 STATUSES = ("ok", "shared", "oom", "unavailable", "skipped", "wrong", "failed")
 UNITS = {"_ms": "ms", "_mib": "MiB", "_gib": "GiB", "_gb_s": "GB/s"}  # by how a metric's name ends
 Row = dict[str, Any]
@@ -23,8 +23,7 @@ class Records:
     """Rows of `variant, phase, step, metric, unit, value`: one row per sample, none of them averaged.
 
     parts  returns the lists of valid rows; by default there is one, `own`, the list to which rows are added
-    allow  called with rows that are to be added; raises `T1Error` if they must not be
-    """
+    allow  called with rows that are to be added; raises `T1Error` if they must not be"""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class Records:
             print(f"{phase}: {variant} is {state}: {why}")
 
     def extend(self, rows: Iterable[Row]) -> None:
-        """Append rows, such as those of other records. Raises `T1Error` for a name that a line of CSV cannot hold."""
+        """Append rows, such as other records'. Raises `T1Error` for an unprintable name, if `closed`, or by `allow`."""
         require(not self.closed, "nothing is recorded with `measure` False; begin measuring cells with `if p.measure:`")
         rows = list(rows)
         for name in (row[column] for row in rows for column in COLUMNS[:4]):
@@ -127,8 +126,7 @@ def gate_losses(records: Records, runs: Sequence[tuple[str, str, str]], bound: f
     relative difference. A run that differs by more than `bound`, or has no step in common, gets status `wrong`, and its
     times are removed: a wrong result has no speed.
 
-    runs    variant, phase of its losses, phase of its times
-    """
+    runs    variant, phase of its losses, phase of its times"""
     rows = numeric(records.frame())
     rows = rows[rows["metric"] == "loss"].drop_duplicates(["variant", "phase", "step"], keep="last")
     losses = {run: own.set_index("step")["value"] for run, own in rows.groupby(["variant", "phase"])}

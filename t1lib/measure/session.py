@@ -28,7 +28,7 @@ from t1lib.train.resident import make_optimizer
 
 LINK = ("h2d_gb_s", "d2h_gb_s", "both_in_gb_s", "both_out_gb_s")
 PLACES = ("device", "host")  # where a plan puts things; `TrainSession.choice` gives their index
-POINTS = 400  # groups of a timeline's neighbouring points, of each of which the highest are kept: no peak is lost
+POINTS = 400  # groups of a timeline's neighbouring points; each group's highest are kept, so that no peak is lost
 
 
 class TrainSession:
@@ -37,8 +37,7 @@ class TrainSession:
     model, changes  as for `build_model`; mode: one of `MODES`, or "trainstream"; optimizer: fields of `OptimizerSpec`
     batches         number of different batches, used in turn
     train           what to train: "all" parameters, or those of the "layers"
-    options         further arguments of `make_trainer`
-    """
+    options         further arguments of `make_trainer`"""
 
     def __init__(
         self, *, model: str, mode: str, dtype: str, batch: int, seq: int, optimizer: dict[str, Any],
@@ -101,7 +100,7 @@ class TrainSession:
         return ms, trace.spans()
 
     def timeline(self) -> list[dict[str, float]]:
-        """One step's allocations on the compute device: time, and GiB allocated and, on a GPU, reserved."""
+        """One step's allocations on the compute device: ms since its start, GiB allocated and, on a GPU, reserved."""
         self._settle()
         baseline = storage_bytes(self.trainer.device_tensors())
         with AllocatorTimeline(self.device, baseline) as timeline:
@@ -140,7 +139,7 @@ class TrainSession:
         return found
 
     def choice(self) -> dict[str, float]:
-        """What slide keeps where within its budget (places by `PLACES`), and the device memory predicted for it."""
+        """What slide keeps where within its budget (places by `PLACES`), and the device memory predicted (GiB)."""
         engine = self.trainer.engine
         choice, work = engine.choice, work_in(engine, None, *self._batches[0].shape)
         places = {name: PLACES.index(getattr(choice, name)) for name in ("inputs", "outer")}
