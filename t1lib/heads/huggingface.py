@@ -76,7 +76,7 @@ def _language_model(model: Any) -> tuple[nn.Module, str, dict | None]:
         inner = [lm._modules[key] for key in ("_orig_mod", "module", "_fsdp_wrapped_module") if key in lm._modules]
         lm = inner[0] if inner else getattr(lm, "get_base_model", lambda: None)()
     require(isinstance(lm, nn.Module), f"model is a {type(model).__name__}; allowed: one of transformers, also wrapped")
-    pickled = getattr(lm.forward, "__func__", None) is type(lm).forward  # comes back with its own forward
+    pickled = getattr(lm.forward, "__func__", None) is type(lm).forward  # a copy from pickle has its own forward
     return lm, type(lm).__name__, None if pickled else lm.__dict__.get("_t1_head")
 
 

@@ -66,7 +66,7 @@ class Logits:
     scale: float = 1.0
     cap: float | None = None
     cast: torch.dtype | None = None  # what the model casts them to: applied only to logits for the caller
-    shared: bool = False  # with another, which may be the same memory: what is done in place may concern both
+    shared: bool = False  # another may be the same memory, so that what is done in place would concern both
 
     shape = property(lambda self: torch.Size((*self.hidden.shape[:-1], self.columns)))
 
@@ -111,7 +111,7 @@ class Logits:
         return heads.linear_cross_entropy(hidden, weight, target, token_weight=share, **options) * number
 
     def _derived(self, shared: bool = True, **changes: Any) -> "Logits":
-        """shared: whether it may be the same memory"""
+        """shared: whether the new one may be the same memory"""
         self.shared |= shared
         return replace(self, shared=shared, **changes)
 

@@ -206,7 +206,7 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 
 def own_options(name: str, head: Callable, given: dict[str, Any]) -> None:
     own = [p.name for p in inspect.signature(head).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    others = ["head", *Settings._fields[:-1], *Tensors._fields[3:]]  # which are not in `given`: what a slip may mean
+    others = ["head", *Settings._fields[:-1], *Tensors._fields[3:]]  # not in `given`, but what a misspelt name may mean
     for key in given:
         choose(f"option of head {name!r}:", key, [*own, *others])
 

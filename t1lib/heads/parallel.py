@@ -44,8 +44,8 @@ def linear_cross_entropy(
     input, target       the same on every rank; targets are indices into the whole vocabulary
     sequence_parallel   if True, input, target and token_weight hold each rank's own tokens, the same number on every
                         rank, in rank order; so do per-token losses, statistics and dE. "mean" and "sum" are over all
-    linear_weight       (rows, D): the rank's classes, at least one, which follow those of the lower ranks. Of a DTensor
-                        that is sharded by rows, pass `to_local()`: the gradient reaches the DTensor
+    linear_weight       (rows, D): the rank's classes, at least one, which follow those of the lower ranks. For a
+                        DTensor that is sharded by rows, pass its `to_local()`: the gradient reaches the DTensor
     linear_bias         (rows)
     weight              (V) for the whole vocabulary, all ranks' rows together; the same on every rank
     workspace           per rank; the hidden states gathered under sequence_parallel are not counted

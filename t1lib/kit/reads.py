@@ -23,7 +23,7 @@ _HOLDERS += (partial, cached_property)
 
 def names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str], set[str]]:
     """Three sets of global variables: those that a cell reads, itself or in functions that it uses, before it certainly
-    assigns them; likewise, but never before it assigns them if it does (`if …: x = 1`); those that it may assign. A
+    assigns them; likewise, but where any assignment comes before the read (`if …: x = 1`); those that it may assign. A
     function's variables count where it is used, not where it is defined: they may be made in between."""
     try:
         code = compile(source, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)

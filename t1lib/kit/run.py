@@ -107,7 +107,7 @@ class Run:
         Raises `T1Error` for a wrong parameter, for a profile that is not in params/ or needs a GPU where there is none,
         and if it would replace another kind of GPU's results; with `measure` false, without a finished run like this.
         """
-        plt.style.use(["default", STYLE])  # a matplotlibrc, such as of dark backgrounds, is not for published figures
+        plt.style.use(["default", STYLE])  # published figures ignore a user's matplotlibrc, such as dark backgrounds
         run, driven = namespace.get(_RUN), os.environ.get("T1_STAGING")
         # A copied notebook whose `Run.start` still names the original would pass for a run of the original.
         named = run.experiment if isinstance(run, cls) else Path(driven).stem[1:] if driven else experiment

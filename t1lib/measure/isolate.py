@@ -113,7 +113,7 @@ class Isolated:
         raise error
 
     def close(self) -> None:
-        """End the process, whatever it does. When this returns, its memory is free."""
+        """End the process, whatever it is doing. When this returns, its memory is free."""
         self.pipe.close()
         self.process.kill()
         self.process.join(60)  # not for ever: to release pinned memory takes seconds, but a driver may hang

@@ -63,7 +63,7 @@ def default_profile() -> str:
 
 
 def require_gpu(profile: str) -> None:
-    """Raise `T1Error` if the profile is for a GPU and there is none: a CPU would take days."""
+    """Raise `T1Error` if the profile is laptop or h200 and there is no GPU: a CPU would take days."""
     there = profile not in ("laptop", "h200") or bool(_gpu())
     require(there, f"profile {profile!r} is for a GPU, and there is no CUDA device here; allowed: smoke, auto")
 

@@ -22,7 +22,7 @@ from t1lib.timing import PhaseTimer, synchronize
 # Event in the allocator's history → sign with which its size counts for bytes allocated, for bytes reserved.
 CHANGES = {"alloc": (1, 0), "free_completed": (-1, 0), "segment_alloc": (0, 1), "segment_map": (0, 1)}
 CHANGES |= {"segment_free": (0, -1), "segment_unmap": (0, -1)}
-LEAD_MS = 100.0  # on an H200, the clock takes as long to settle under products (docs/log.md)
+LEAD_MS = 100.0  # on an H200, the clock takes this long to settle under products (docs/log.md)
 
 T = TypeVar("T")
 

@@ -168,7 +168,7 @@ def step_bytes(trainer: SlideTrainer) -> Moved:
     count, slots = len(schedule.layers), len(schedule.weights)
     for place, layer in enumerate(schedule.layers.values()):
         weights, state = layer.flat.nbytes, sum(flat.nbytes for flat in layer.state.values())
-        read = weights * ("master" not in layer.state)  # by an update, which a master spares that
+        read = weights * ("master" not in layer.state)  # by an update that has no master to read instead
         again = weights * (place < count - slots)  # in the backward; the last layers are still in their slots
         if not layer.travels:  # frozen, or updated by the CPU, to which its gradients go
             updates = (2 * state + 2 * weights + read) * layer.trained
@@ -241,7 +241,7 @@ class TrainStreamTrainer(Trainer):
     otherwise layers run with the weights of the step before. Whole batches only, without `micro_batch`."""
 
     def _place(self) -> None:
-        with redirect_stderr(StringIO()), redirect_stdout(StringIO()):  # it tells where on this machine it builds
+        with redirect_stderr(StringIO()), redirect_stdout(StringIO()):  # it prints where on this machine it builds
             trainstream = need("trainstream")
         self._loss = trainstream.chunked_cross_entropy
         wrap_layers(self.parts.layers, lambda: self.trace, recompute=True)
