@@ -19,7 +19,7 @@ FREQUENT = 1024  # the most targets whose rows of dW accumulate in float32 over 
 WHOLE = 128  # copies of the frequent targets' columns begin in z at a multiple of this: no tile is higher
 PARTS = 12  # the most partial sums of dE
 
-# The cost model, in steps: the time in which a multiprocessor multiplies m × n × k (measured on an H200, docs/log.md)
+# The cost model, in steps: the time in which a multiprocessor multiplies m × n × k (on an H200, docs/history/heads.md)
 EPILOGUE = 2.8  # of a tile
 LAUNCHES = 60  # a chunk's small kernels
 HALF = 9 / 16  # time of a tile of half the columns, relative to a whole one (as `kernels.products` assumes, too)

@@ -196,7 +196,8 @@ class Run:
         return made
 
     def number(self, key: str, value: Any, unit: str = "", fmt: str | None = None) -> None:
-        """Record a number that texts quote by its key, such as `t1m1.own.slide.wall_ms`; `fmt` as `format` takes it."""
+        """Record a number that texts quote by its key, such as `t1m1.own.slide.wall_ms`; `fmt` as `format` takes it.
+        Raises as `Numbers.set`, and `T1Error` for a key that another cell uses."""
         self._cells.draw(key)
         self._numbers.set(key, value, unit, fmt)
 
