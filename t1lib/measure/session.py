@@ -112,7 +112,7 @@ class TrainSession:
         return frame.loc[sorted({0, len(frame) - 1, *highest.to_numpy().flat})].to_dict("records")
 
     def memory(self) -> dict[str, float]:
-        """Memory in GiB: device peaks since `warm_up`, host peaks during set-up and since `warm_up`, pinned memory."""
+        """Memory in GiB, once `warm_up` has run: peaks of device and host since then, the host's in set-up, pinned."""
         found = {"host_setup_gib": self._setup_peak / GIB, "host_gib": self._host.read() / GIB}
         found |= {"pinned_gib": pinned_bytes() / GIB}
         if self.device.type != "cuda":
