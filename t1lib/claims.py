@@ -20,7 +20,7 @@ from t1lib.errors import T1Error, choose, require, shown
 from t1lib.files import whole
 from t1lib.measure import manifest
 
-PROFILE = "h200"  # that the claims are about
+PROFILE = "h200"  # the one that the claims are about
 FILE, PAGE = "claims.yaml", "docs/results.md"
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
 NUMBERS, TEX = "numbers.json", "numbers.tex"

@@ -94,7 +94,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def _attempt(experiment: str, profile: str, parameters: params.Values) -> bool:
-    """Run one experiment, publish its folder, and say how long it takes; returns whether it finished."""
+    """Run one experiment, publish its folder, and say how long it took; returns whether it finished."""
     label, final = f"{experiment} [{profile}]", paths.outputs(profile, experiment)
     staging = paths.staging(profile, experiment)
     print(f"{label}: started", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ LISTED = 262  # characters for all that varies in the message of `choose`
 
 
 class T1Error(ValueError):
-    """Bad input. The message is one or two lines: the value, and what is allowed."""
+    """Bad input, or an obstacle such as a full disk. The message, one or two lines, names it and what is allowed."""
 
 
 class UnavailableError(RuntimeError):

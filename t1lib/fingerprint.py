@@ -50,8 +50,8 @@ def notebook(experiment: str) -> str:
 
 
 def drawing(made_of: dict[str, Any]) -> str:
-    """What figures, tables and numbers follow from besides samples: this code, and the page of which tables are made,
-    as it is now."""
+    """The hash of what figures, tables and numbers follow from besides samples: the code (`made_of`), and the page from
+    which some tables are made, as it is now."""
     page = paths.root() / "docs" / "differences.md"
     told = page.read_text(encoding="utf-8") if page.is_file() else None
     return hashlib.sha256(json.dumps([made_of, told], sort_keys=True).encode()).hexdigest()

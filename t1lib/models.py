@@ -75,14 +75,12 @@ def build_model(
     name: str, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu", seed: int = 0,
     **changes: object,
 ) -> PreTrainedModel:  # fmt: skip
-    """A Hugging Face causal language model on `device`, ready to train.
-
-    `name` is a preset of `PRESETS`, a local checkpoint directory, or a Hub name "owner/model". `changes` replace fields
-    of a preset's configuration, such as `num_hidden_layers=2`. No remote code is ever run. A preset's random weights
-    depend on `seed` and on the machine, not on `device`: they are drawn on the GPU if there is one, one module at a
-    time, so that a model larger than the GPU can be built on the host. Raises `T1Error` for an unknown name or field,
-    and for files that cannot be loaded, are quantised, or do not fit their configuration.
-    """
+    """A Hugging Face causal language model on `device`, in training mode. `name` is a preset of `PRESETS`, a local
+    checkpoint directory, or a Hub name "owner/model". `changes` replace fields of a preset's configuration, such as
+    `num_hidden_layers=2`. No remote code is ever run. A preset's random weights depend on `seed` and on the machine,
+    not on `device`: they are drawn on the GPU if there is one, one module at a time, so that a model larger than the
+    GPU can be built on the host. Raises `T1Error` for an unknown name, for changes that do not fit or are to a
+    checkpoint, and for files that cannot be loaded, are quantised, or do not fit their configuration."""
     if name in PRESETS:
         transformers_logging.set_verbosity_error()
         return _random_model(shape_only(name, dtype, **changes), torch.device(device), seed)
@@ -161,7 +159,7 @@ def _from_files(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreT
 
 
 def _check(fields: dict[str, Any]) -> None:
-    """Raise `T1Error` for fields that transformers accepts in a configuration but cannot build a model from."""
+    """Raise `T1Error` for fields that do not belong to a shape, or that no model can be built from."""
     own = f"dtype={fields.get('dtype')!r} is no change of the shape; allowed: by its own option --dtype, argument dtype"
     require("dtype" not in fields, own)
     calls = sorted(fields.keys() & {"output_attentions", "output_hidden_states", "return_dict"})

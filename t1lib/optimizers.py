@@ -53,7 +53,9 @@ class Precision:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer and its hyperparameters. Defaults are PyTorch's, except for lr and for weight decay, which is off.
+    """An optimizer, "sgd" or "adamw", with its hyperparameters: momentum is for sgd, betas and eps are for adamw.
+    Defaults are PyTorch's, except for lr and for weight decay, which is off. `T1Error` for other names or values: betas
+    are at least 0 and below 1, other numbers from 0 to 1e9.
 
     master_weights   `masters` of `Precision`: 16-bit parameters have float32 ones, also with sgd, unless it is None
     moments          `moments` of `Precision`; "bfloat16", and masters that are "split", are for adamw alone
@@ -99,8 +101,8 @@ def masters_for(dtype: str, split: bool) -> str | None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The factor on the learning rate at each step: linear warmup over `warmup` steps, then constant, or decay to 0
-    after `total` steps, linearly or along a cosine."""
+    """The factor on the learning rate at each step: linear warmup over `warmup` steps, then, by `name`, "constant", or
+    "linear" or "cosine" decay to 0 after `total` steps, which must be more than `warmup` (else `T1Error`)."""
 
     name: str = "constant"
     warmup: int = 0

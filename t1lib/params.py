@@ -208,8 +208,7 @@ def _read_profile(experiment: str, profile: str, known: Mapping[str, Parameter])
 def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None = None) -> Values:
     """An experiment's parameters: defaults, then params/<profile>/<experiment>.yaml, then `overrides`, in which texts
     are read as on a command line (`-p steps 3`). Raises `T1Error` for an unknown experiment, profile or parameter, a
-    missing or nested YAML file or one with a name twice, and a value of the wrong type or outside its bound.
-    """
+    missing or nested YAML file or one with a name twice, and a value of the wrong type or outside its bound."""
     known, given = declared(experiment), dict(overrides or {})
     values = {name: parameter.default for name, parameter in known.items()}
     values |= _read_profile(experiment, choose("profile", profile, profiles()), known)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end the command at once, except while it trains: then the first ends it after the step."""
+"""Ctrl-C and SIGTERM end the command `train` at once, except while it trains: then the first ends it after the step."""
 
 import os
 import signal
@@ -29,8 +29,8 @@ def _exit(*_: Any) -> NoReturn:
 
 @contextmanager
 def noted() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether a signal has asked the training in this context to stop. A second signal ends
-    the process at once or, without `watch`, raises `KeyboardInterrupt`. Enter it in the main thread."""
+    """Yield a function that says whether a signal has asked the training in this context to stop. Another one,
+    after `PASSED_ON`, ends the process or, without `watch`, raises `KeyboardInterrupt`. Enter it in the main thread."""
     global _message
     asked: list[float] = []  # when signals came
     end = _exit if signal.getsignal(signal.SIGINT) is _exit else signal.default_int_handler

@@ -63,7 +63,7 @@ class PhaseTimer:
 
 @dataclass
 class Span:
-    """One piece of work: `lane` (compute, in, out, update), `phase`, `layer`; start and end in ms of the trace."""
+    """One piece of work: `lane` (compute, in, out, update), `phase`, `layer`; start and end in ms from its zero."""
 
     lane: str
     phase: str
@@ -120,7 +120,7 @@ class NoTrace:
 
 
 def wrap_layers(layers: Sequence[nn.Module], trace: Callable[[], Trace | NoTrace], recompute: bool) -> None:
-    """Record the layers' calls in the trace that `trace()` returns then. recompute: in the backward, run them again"""
+    """Record each call of a layer in what `trace()` then returns. recompute: in the backward, run the layers again"""
     for index, layer in enumerate(layers):
         layer.forward = partial(_traced, index, layer.forward, trace)
         if recompute:

@@ -1,5 +1,5 @@
-"""The fastest choice of what streaming keeps on the device within a budget; memory and time of a step, of every mode
-with every head; and the command `python -m t1lib plan`."""
+"""The fastest choice of what streaming keeps on the device within a budget; memory and time of a step in every mode
+but gpu-graph with every head; and the command `python -m t1lib plan`."""
 
 import argparse
 import os
@@ -114,7 +114,7 @@ class Prediction:
 
 
 def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> list[Prediction]:
-    """Predict every mode with every head, on a device of `vram` bytes, with `host` bytes beside it (None: no limit).
+    """Predict all of `MODES` with all heads, on a device of `vram` bytes, with `host` bytes beside it (None: no limit).
     Raises `T1Error` for a setting that no mode can train, such as rows longer than the model has positions."""
     work, found = work_for(setting), []
     free = None if host is None else host * 9 // 10 - PROCESS

@@ -1,6 +1,6 @@
 """What a mode keeps where (`Choice`), and what that costs. Memory is the peak of what each phase of a step keeps alive;
 time is that of its busiest lanes: computing, the link in either direction, or the host's updates. `resident` and `keep`
-may also be arrays of NumPy: `t1lib.plan.choose` asks for all of them at once."""
+may also be NumPy arrays: `t1lib.plan.choose` asks for all of their values at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from t1lib.plan.work import SLACK, Work
 PIECE = 5 << 19  # elements of a piece of travelling state: enough to keep the link busy, few compared to a layer
 LEAST_SLOTS = 5  # pieces on the device: coming in, being updated, leaving; with spares while weights come in
 ROOM = 80  # bytes per element of a piece in all its slots together; with more slots, pieces come in further ahead
-ROWS = 2048  # rows of an embedding that are gathered and sent ahead of the others at a time
+ROWS = 2048  # rows of an embedding that are gathered and sent at a time, ahead of the others
 GATHERED = 2  # buffers of `ROWS` rows, used in turn
 LEAVING = 2  # latest layer inputs that stay on the device: a copy to the host may take as long as a layer computes
 
@@ -25,7 +25,7 @@ BACKWARD = 3.1  # tensors of a layer's inner width that its backward holds besid
 FORWARD = 4  # tensors of that width that the forward of a layer holds if it saves nothing
 NORM = 6, 12  # tensors of the hidden states' size that the last norm holds: beside the output layer; in its backward
 # What the allocator reserves per live byte, and in gaps as a share of the largest tensor: as expected, and at most
-# (none of the 61 runs of notebook frontier reserved more).
+# (no point of notebook frontier's committed run reserved more).
 EXPECTED, MOST = (1.003, 0.62), (1.03, 1.0)
 
 # For the prediction of time.
@@ -40,7 +40,7 @@ UPDATE = 2.0  # rate of a fused update on the device, relative to `Machine.memor
 ALONE = 2.5  # rate of updates by a CPU that does nothing else, relative to `Machine.update` (measured)
 BESIDE = 0.08  # share by which the layers' backward slows down if all their state travels beside it (measured)
 # Time of a forward beside which the layers' state travels, relative to the link's own time: without updates by the CPU,
-# and with some, as CPU and link share the host's memory (measured; 10 clipped settings are 3 % off on average)
+# and with some, as CPU and link share the host's memory (measured; how far off it is: docs/streaming.md)
 CROWDED = 1.05, 1.2
 HELD_UP = 0.1  # how long the host's updates delay a backward, as a share of their time: launches need its cores
 NEAR = 8  # exponent of a smooth maximum, by which two lanes of similar length delay each other (measured)
@@ -51,10 +51,10 @@ class Choice:
     """What streaming keeps where, which trades memory for time."""
 
     slots: int = 2  # device buffers for the weights of layers, and as many for their gradients
-    resident: int = 0  # this many layers stay on the device, with gradients and optimizer state: see `which_stay`
-    keep: int = 0  # this many last layers keep their activations; the others are recomputed in the backward
+    resident: int = 0  # how many layers stay on the device, with gradients and optimizer state: see `which_stay`
+    keep: int = 0  # how many of the last layers keep their activations; the others are recomputed in the backward
     inputs: str = "device"  # where the inputs of recomputed layers wait for the backward: "device" or "host"
-    # Where embedding and head have their optimizer state: on the "device", or on the "host", from where it travels
+    # Where the optimizer state of embedding and head is kept: on the "device", or on the "host", from which it travels
     # beside the forward. In the latter case their weights, too, leave the device during the layers' backward.
     outer: str = "device"
     host_share: float = 0.0  # share of the streamed layers that the host's CPU updates, see `updated_by_host`
@@ -105,13 +105,13 @@ def trained_layers(work: Work, choice: Choice) -> tuple[Any, Any]:
 
 
 def waiting_layers(work: Work, choice: Choice) -> Any:
-    """The most layers whose gradients wait on the device for the last gradient."""
+    """How many layers' gradients wait on the device for the last gradient, at most."""
     waits = choice.grads == "device" and work.together and work.streams
     return trained_layers(work, choice)[1] * (1 - choice.host_share) * waits
 
 
 def graphed_layers(work: Work, choice: Choice) -> Any:
-    """How many layers run as CUDA graphs: those that are streamed and recomputed, if launches bind."""
+    """How many layers run as CUDA graphs: those that are streamed and recomputed, if they are `launch_bound`."""
     return (work.layers - choice.keep) * (work.layers - choice.resident) // work.layers * work.graphed
 
 

@@ -58,8 +58,8 @@ def this_machine() -> Machine:
 
 def measure_machine(device: torch.device) -> Machine:
     """This machine's rates, measured in under a minute; on a CPU, "the device" is the CPU as well. What the device does
-    is timed by its own clock, as a slow host would make it seem slower. Each is the median over `ROUNDS` rounds; for a
-    launch, which on a shared host takes up to twice as long in some rounds, but hardly in steps, their least."""
+    is timed by its own clock, as a slow host would make it seem slower. A rate is the median over the calls of all
+    `ROUNDS`, the time of a launch that of the quickest: on a shared host some rounds double it, but hardly a step."""
     cuda, host, streams = device.type == "cuda", torch.device("cpu"), torch.get_device_module(device)
     dtype, size, numel = (torch.bfloat16, 8192, 2**26) if cuda else (torch.float32, 512, 2**20)
     matrix = torch.randn(size, size, device=device, dtype=dtype)

@@ -15,7 +15,7 @@ from t1lib.heads.chunked import bytes_held as chunked_bytes
 from t1lib.heads.fused_plan import bytes_held as fused_bytes
 from t1lib.models import layer_arguments, split
 
-MODES = ("gpu", "ckpt", "slide", "fsdp")  # the plainest first; fsdp in one process, with offload
+MODES = ("gpu", "ckpt", "slide", "fsdp")  # that are predicted, the plainest first; fsdp in one process, with offload
 SLACK = 64 * 2**20  # bytes that any step on a GPU holds in addition: cuBLAS's workspaces, small tensors
 SHORT = 2048  # tokens per row at which attention reaches half its rate over long rows, on an H200 (measured)
 DtypesOf = Callable[[torch.Tensor], dict[str, torch.dtype]]
@@ -39,7 +39,7 @@ class Work:
     together: bool = True  # whether updates wait for the last gradient, or each layer's only for its own
     accumulates: bool = False  # whether gradients of earlier backwards may be there when a streamed step begins
     streams: bool = True  # whether layers run one at a time, as in mode slide, each on the whole batch
-    frozen: int = 0  # layers that are not trained; the first ones
+    frozen: int = 0  # layers that are not trained; they count as the first ones
     aside: int = 0  # bytes that never leave the device: buffers; all other parameters, with gradients and state
     inner: int = 0  # width of a layer's widest activation
     head: int = 0  # parameters of the output layer, if the loss uses it
@@ -126,7 +126,7 @@ def work_of(
     """The counts for a step of `rows` × `seq` tokens in mode slide, `micro_batch` rows at a time.
 
     dtypes_of   gives dtypes of a parameter's optimizer state, such as `OptimizerSpec.state_dtypes`
-    layers      the stack of alike layers (None: a Hugging Face decoder's own)
+    layers      the stack of layers, all alike (None: a Hugging Face decoder's own)
     trained     the parameters that are trained (None: those that require a gradient)
     streamed    names of each layer's parameters that stream (None: all), all of them trained in a layer, or none
     travelling  trained parameters outside the layers whose state may travel (None: all)
@@ -174,9 +174,9 @@ def with_head(
     work: Work, head: str, workspace: int | None = None, chunks: int | None = None, by: str = "sequence",
     tail: str | None = None, filter_eps: float | None = None, **_: object,
 ) -> Work:  # fmt: skip
-    """The same work with an output layer, by the head's own options: the peak bytes held beyond inputs and gradients,
-    in place of the budget of `fused` (`workspace`, if given), and the bytes moved per logit beside the products (by
-    notebook cce). Raises `T1Error` for a workspace that is too small for `fused`.
+    """The same work with an output layer, by the head's own options. Its `workspace`, which was the default budget of
+    `fused`, becomes the peak bytes held beyond inputs and gradients, and `head_moves` the bytes moved per logit beside
+    the products (by notebook cce). Raises `T1Error` for a workspace that is too small for `fused`.
 
     full      per logit, in float32: the log-probability and two gradients; the weight's comes when these are freed
     chunked   per logit of a chunk: the logit in 16 bits and in 32, and its gradient

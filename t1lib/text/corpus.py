@@ -173,7 +173,8 @@ def load_corpus(
 ) -> Corpus:  # fmt: skip
     """Texts (as `read_texts` finds them) in an order drawn from `seed`, joined with an end token after each and cut
     into rows of `seq` tokens. `tokenizer` is a tokenizer.json; without it, one of `vocabulary` tokens is trained on all
-    texts. Raises `T1Error` for fewer than two rows, and for a vocabulary that the texts do not support."""
+    texts. Raises `T1Error` as `read_texts` and `byte_pairs` do, for fewer than two rows, and for a file that is
+    no tokenizer, or has no end token."""
     require(seq >= 2, f"seq {seq}; allowed: 2 or more")
     texts, copies = read_texts(source, limit)
     if tokenizer is None:

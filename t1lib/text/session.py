@@ -23,8 +23,8 @@ VOCABULARY = 16384  # most for a preset by default: what a few megabytes of text
 
 
 class LanguageSession:
-    """A trainer and a corpus: step n trains on the corpus's n-th batch. Methods take and return plain values, so that a
-    session can run in a process of its own (`t1lib.measure.isolate`).
+    """A trainer and a corpus: step n trains on the corpus's n-th batch. What methods take and return can be pickled, so
+    that a session can run in a process of its own (`t1lib.measure.isolate`).
 
     model                a preset, with `changes` to its shape, or a checkpoint folder with a tokenizer
     data, limit          source of the text and its limit ("" for all of it), as in `t1lib.text.corpus.read_texts`
@@ -95,8 +95,8 @@ class LanguageSession:
         }  # fmt: skip
 
     def export(self, folder: Path) -> Path:
-        """Write weights, configuration and tokenizer, a checkpoint folder's own files, as `from_pretrained` reads them.
-        Raises `T1Error`, and leaves no folder, if it cannot be written."""
+        """Write weights, configuration and tokenizer (of a checkpoint folder its own files) for `from_pretrained`;
+        returns the folder. Raises `T1Error`, and leaves no folder, if it cannot be written."""
         weights: dict[str, Tensor] = {}
         for names in self.trainer.state_parts().values():
             weights |= self.trainer.state_of(names)["model"]
@@ -124,7 +124,8 @@ def decided(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def session_of(options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a session for options that are `decided`. Raises `T1Error` before a tokenizer is trained."""
+    """The arguments of a session for options that are `decided`. Raises `T1Error` for some that do not fit, before a
+    tokenizer is trained."""
     mode, dtype, preset = options["mode"], options["dtype"], options["model"] in PRESETS
     for name, known in (("mode", MODES), ("head", HEADS), ("dtype", ("float32", "bfloat16"))):
         choose(name, options[name], known)

@@ -1,4 +1,4 @@
-"""Streaming of a model's layers under any training loop (`stream`), and one loop that compares it with plain PyTorch.
+"""Streaming of a model's layers under any training loop (`stream`), and one loop that runs it and plain PyTorch alike.
 
 A streamed model's layers live on the host, and come to the device one at a time. Each becomes one autograd function of
 the whole batch (`t1lib.train.passes`), so that weights cross the link once per pass however many rows there are. The
@@ -43,16 +43,16 @@ def stream(
 
     model              on the CPU or the device; its layers move to pinned host memory, the rest to the device
     optimizer          `torch.optim.AdamW` or `SGD` with any groups, the model's only optimizer; its state is taken over
-    gpu_memory         the most that may be reserved on the device, in bytes or as "15GiB". What is kept there is
-                       planned for the first training batch, or for `plan_for`: (rows, tokens per row). None: as little
-                       as possible beyond embedding, norm and head with their state
+    gpu_memory         the most to reserve on the device, in bytes or as "15GiB", planned for the first training batch
+                       or, for decoders such as Llama, for `plan_for`: (rows, tokens per row). None: two layers at a
+                       time, all layers' inputs, and embedding, norm and head with their state: not the least
     micro_batch        rows that a layer computes at a time (default: the whole batch)
     layers             the stack of layers, for a model that is not a decoder of transformers; each is called with a
                        tensor (B, …) first and returns one of the same shape
     device             default: a GPU if there is one
     master_weights     for 16-bit parameters: "whole" keeps a float32 master of each beside it, "split" only the bits
                        that bfloat16 lacks; None keeps all state in the parameter's own dtype, as plain PyTorch would
-    moments            "float32", or "bfloat16" with stochastic rounding
+    moments            "float32", or "bfloat16" with stochastic rounding: for AdamW's, beside masters
     update_in_backward update each layer as soon as its gradients are complete; for one backward per step, unclipped
     accumulate         False: one backward per step, and a second is refused. Gradients of layers that stay on the
                        device then take memory only at the end of the backward, so gpu_memory holds more layers
@@ -120,7 +120,7 @@ def usable(device: torch.device | str | None) -> torch.device:
 
 
 def stack_of(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a Hugging Face model, wherever adapters wrap it: its largest `nn.ModuleList`."""
+    """The decoder layers of a Hugging Face model, adapted or not: its largest `nn.ModuleList` (else `T1Error`)."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     base = getattr(inner, "base_model", inner)
     found = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]

@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 def split_rows(piece: Piece, rows: int | None) -> list[Piece]:
     """Cut a batch into pieces of at most `rows` rows. Arguments are cut as well if they are tensors of two or more
     dimensions, the first of which is the number of rows; all others go to every piece. Raises `T1Error` for a matrix
-    that may have one row per row of the batch or per token, and for a `BlockMask` of several rows."""
+    (not of integers) that may have one row per row of the batch or per token, and a `BlockMask` of several rows."""
     count = len(piece.hidden)
     if rows is None or rows >= count:
         return [piece]

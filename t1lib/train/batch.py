@@ -81,7 +81,7 @@ def join() -> None:
 @dataclass(frozen=True)
 class Piece:
     """A micro-batch: ids (b, S) and targets (b, S). If the batch has several pieces, the sum of their losses is to be
-    divided by `total`; None: the piece is the whole batch."""
+    divided by `total`, the number of its targets that count; None: the piece is the whole batch."""
 
     ids: Tensor
     targets: Tensor

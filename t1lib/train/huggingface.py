@@ -66,7 +66,7 @@ class StreamTrainer(Trainer):
 
     @property
     def streamed(self) -> StreamOptimizer | None:
-        """The streamed model's optimizer, within what accelerate wraps it in; None until training begins."""
+        """The streamed model's optimizer, without accelerate's wrapper; None while the model does not stream."""
         found = getattr(self.optimizer, "optimizer", self.optimizer)
         return found if isinstance(found, StreamOptimizer) else None
 
@@ -102,8 +102,8 @@ class StreamTrainer(Trainer):
         return super()._wrap_model(model, *others, **named)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Over an earlier run's checkpoint of the same step. What this one might lack goes first, and before it the
-        file without which a checkpoint counts as unfinished."""
+        """As Trainer's, over an earlier run's checkpoint of the same step: of that, first the file without which it
+        counts as unfinished is removed, then what this one might lack."""
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         for stale in (TRAINER_STATE_NAME, "optimizer.*", "scheduler.pt", "scaler.pt", "rng_state*.pth"):
             for path in folder.glob(stale):

@@ -116,7 +116,7 @@ class UpdateThread:
             raise self._error
 
     def close(self) -> None:
-        """End the thread after its jobs; wait for it (unless on it: it may drop an engine last) and for the device."""
+        """End the thread after its jobs; wait for it (unless it calls, as it may drop an engine) and for the device."""
         self._pool.shutdown(wait=threading.get_ident() != self._own)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -25,8 +25,8 @@ ALIGN = 128  # elements; each parameter begins at a multiple of this in a flat b
 
 
 class Streamed(nn.Parameter):
-    """A parameter that updates or copies may still be about to fill: a streamed layer's while that does not compute
-    (a view of host memory), or one of `Outer`. Whatever looks at its values or gradient waits for these first."""
+    """A parameter that updates or copies may still be about to fill: one of a streamed layer that is not computing (a
+    view of host memory), or one of `Outer`. Whatever looks at its values or gradient waits for these first."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -230,7 +230,7 @@ class HostLayer(Traveller):
         self.trained = any(p.requires_grad for p in self.params.values())  # all of them, or none
         self.grads = Gradients(self)
         self.views = layout.weights(self.flat)
-        self.bound = False  # parameters are, or some: see `bind`
+        self.bound = False  # whether the parameters, or some of them, point at the device: see `bind`
         self.touched = False  # somebody may have written to the host's weights
         self.written = False  # somebody did, as far as is known, and the master has yet to follow
         self.version = 0  # how many updates have begun
@@ -369,8 +369,7 @@ class HostLayer(Traveller):
 
     def accept_writes(self, assigned: bool = False) -> None:
         """Let what may have been written to the host's weights count: a copy in the slot is stale. Where `p.data` was
-        assigned, take the values over if `assigned`, as before the layer becomes an ordinary one; else raise `T1Error`.
-        """
+        assigned, raise `T1Error` or, if `assigned` (before the layer becomes an ordinary one), take the values over."""
         versions = self._versions()
         if not self.touched and versions == self._known:
             return
@@ -388,7 +387,7 @@ class HostLayer(Traveller):
 
     @unwatched
     def _versions(self) -> list[int]:
-        """Of the parameters; they change if somebody writes to one, be it through an alias that he took earlier."""
+        """Of the parameters; one changes if somebody writes to it, even by an earlier `p.detach()`, not by `p.data`."""
         return [param._version for param in self.params.values()]
 
     def update_master(self) -> None:

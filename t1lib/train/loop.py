@@ -37,8 +37,9 @@ HEAD_OPTIONS = ("workspace", "chunks", "by", "filter_eps", "label_smoothing", "z
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step: its loss, the wall time between two synchronised points and that of each phase (ms), and the
-    Euclidean norm of all gradients before clipping."""
+    """One training step: its number, from 1; the mean loss and the tokens of its batch; in ms, the wall time until the
+    device had computed it, and the phases "forward", "head_forward", "head_backward" and "backward" (or "graph"), and
+    "optimizer"; the Euclidean norm of all gradients before clipping."""
 
     step: int
     loss: float
@@ -54,7 +55,7 @@ class Trainer:
     model            from `build_model`; the trainer places it and owns it until `close`
     device           where the model computes: a CUDA device, or the CPU (default: a GPU if there is one)
     head             one of `t1lib.heads.HEADS`, with `head_options`, of `HEAD_OPTIONS`
-    optimizer        an `OptimizerSpec`, or its name
+    optimizer        an `OptimizerSpec`, or "sgd" or "adamw" for one with default values
     loss             "cross_entropy" of the next token, or "mean_square" of the last layer's output before the norm:
                      T1M1's setting, which has no output layer, and no micro-batches
     schedule         factor on the learning rate: a `Schedule`, or any function of the step number, which begins at 0
@@ -106,12 +107,11 @@ class Trainer:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def step(self, batch: dict[str, Tensor]) -> StepRecord:
-        """Train on one batch: `input_ids` (B, S), and `labels` (B, S) if they differ from the inputs.
-
-        The loss is the mean over the whole batch, however many micro-batches it is computed in. Returns when the device
-        has computed the step; in mode slide, updates may still be pending (`drain`). Raises `T1Error` for a batch that
-        does not fit the model, before anything is changed, and for gradients that are not finite.
-        """
+        """Train on one batch: integers `input_ids` (B, S) and, if they differ, `labels` (B, S), not shifted; −100 is
+        ignored. The loss is the mean over the whole batch, however many micro-batches it is computed in. Returns when
+        the device has computed the step; in mode slide, updates may still be pending (`drain`). Raises `T1Error` for a
+        batch that does not fit the model, before anything is changed, and for gradients that are not finite; these
+        update nothing, except in mode gpu-graph and, without clipping, in slide."""
         timer, pieces = PhaseTimer(self.device), self._pieces(batch)
         self.optimizer.zero_grad()  # left over if a step was aborted
         for group in self.optimizer.param_groups:
@@ -177,7 +177,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> float:
-        """The loss of a batch as `step` takes it, without training on it, and without dropout."""
+        """The mean loss of a batch such as `step` takes, without training or dropout; `T1Error` if it does not fit."""
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
@@ -233,9 +233,9 @@ class Trainer:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a run needs to resume, in any mode: weights and optimizer state by parameter name, and the step; as
-        CPU copies. (`t1lib.train.checkpoint` writes the `state_parts` one by one.) Of one process only.
-        """
+        """What a run needs to resume, in any mode, but the random numbers' state: "step"; and by parameter name, as CPU
+        copies, "model" (weights) and "optimizer" (state). `t1lib.train.checkpoint` writes the `state_parts` one by one.
+        Raises `T1Error` if several processes train the model."""
         return {"step": self.steps, **self.state_of([name for name, _ in self.model.named_parameters()])}
 
     def state_parts(self) -> dict[str, list[str]]:
@@ -264,7 +264,7 @@ class Trainer:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. Raises `T1Error`, before any change, if it is of another model or
-        optimizer."""
+        optimizer, and if several processes train the model."""
         self.require_one_process()
         params = dict(self.model.named_parameters())
         check_saved(state, params, {name: self.spec.state_dtypes(param) for name, param in self._trained.items()})

@@ -30,12 +30,10 @@ ALIKE = ("loss", "micro_batch", "max_grad_norm", "head", "head_options", "spec")
 
 
 class SlideTrainer(Trainer):
-    """`t1lib.train.stream` under the loop, which explains `gpu_memory` (with `plan_for`), `choice` and `overlap`.
-
+    """`t1lib.train.stream` under the loop. Options, which `stream` explains: gpu_memory with plan_for, choice, overlap.
     Without clipping, a layer is updated as soon as its gradients are complete, so that an aborted step may leave some
     layers updated and others not. Each layer computes `micro_batch` rows at a time; the head gets the whole batch, and
-    `fused` or `chunked` bounds what that takes.
-    """
+    `fused` or `chunked` bounds what that takes."""
 
     def _place(
         self, *, gpu_memory: str | int | None = None, plan_for: tuple[int, int] | None = None,
@@ -86,9 +84,9 @@ class SlideTrainer(Trainer):
 
 
 class GraphTrainer(Trainer):
-    """Mode gpu with the step, from forward to update, as one CUDA graph per shape of batch, for steps in which launches
-    bind. Each graph keeps its own memory, so there should be few shapes. The learning rate is read from device memory,
-    so that it can change."""
+    """Mode gpu with the step, from forward to update, as one CUDA graph per shape of batch: for steps that wait for
+    kernel launches. Each graph keeps its own memory, so there should be few shapes. The learning rate is read from
+    device memory, so that it can change. On a GPU only, without micro-batches or master weights."""
 
     late = True  # whether gradients are finite is known only after the update
 
@@ -141,12 +139,12 @@ class FsdpTrainer(Trainer):
     group, one is created, of the processes that torchrun started or else of this one alone, and outlives the trainer.
     Arguments beyond `Trainer`'s:
 
-    offload   keep and update each process's shard of parameters and optimizer state on the host (else on its device);
-              in one process, the usual alternative on one GPU
+    offload   keep and update each process's shard of parameters and optimizer state on the host (default), else on its
+              device. In one process this is what one would use on one GPU instead of `stream`
 
     Arguments and model must be the same on every rank, and so must the whole batch that is passed to `step` and
     `evaluate`, of which each rank takes its rows in order. The loss is the mean over all tokens that count, whichever
-    rank has them. In several processes 16-bit gradients are summed in float32, and there is no `state_dict`. Without
+    rank has them. In several processes 16-bit gradients are summed in float32, and `state_dict` is refused. Without
     offload, gradients are reduced only after the last micro-batch; until then each device holds them unsharded. If a
     step or an evaluation was aborted, the next one and `load_state_dict` raise `T1Error`.
     """
@@ -177,7 +175,7 @@ class FsdpTrainer(Trainer):
         self.optimizer = self._resident_optimizer(on_host)
 
     def _meet(self) -> None:
-        """Join the process group, creating it if there is none, and check that all ranks have the same model."""
+        """Join the process group, creating it if there is none. `T1Error` if the ranks' arguments or models differ."""
         if not dist.is_initialized():
             join()
         require_backend(dist.group.WORLD, self.device.type)

@@ -109,7 +109,8 @@ class StreamOptimizer(ResidentOptimizer):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their Euclidean norm, taken together, is at most `max_norm`. Returns the earlier
-        norm, () on the device, without waiting. As `torch.nn.utils.clip_grad_norm_`, but summed in float32."""
+        norm, () on the device, without waiting. As `torch.nn.utils.clip_grad_norm_`, but summed in float32. Raises
+        `T1Error` for a `max_norm` below 0, and with `update_in_backward=True`."""
         fits = is_number(max_norm) and max_norm >= 0
         require(fits, f"max_norm={shown(max_norm)}; allowed: a number, 0 or more")
         require(not self._engine.in_backward, "clip_grad_norm_ with update_in_backward=True, which updates before it")
@@ -141,7 +142,7 @@ class StreamOptimizer(ResidentOptimizer):
         return torch.linalg.vector_norm(torch.stack(ordered))
 
     def state_dict(self) -> dict[str, Any]:
-        """As of `torch.optim`, after all updates have ended; float32 masters of 16-bit parameters are under "master".
+        """As in `torch.optim`, after all updates have ended; float32 masters of 16-bit parameters are under "master".
         Tensors are the optimizer's own, not copies."""
         self._engine.drain()
         own, counts = self.state, self.counts

@@ -71,10 +71,10 @@ class OuterParam(Traveller):
         self.exact.copy_(now) if self.flat is not None else follow(self.exact, now)
 
     def release(self) -> None:
-        """Free the weights' device memory, unless a graph has saved the parameter for its backward, or somebody holds a
-        view of the memory. Otherwise the parameter has two references, Python's and its gradient accumulator's; its
-        storage two, its own and the one here. Nor if somebody has written to weights that have a whole master: it would
-        follow, and lose its low bits, though they may be written back before the update."""
+        """Free the weights' device memory, but not if a graph has saved the parameter for its backward, or somebody has
+        a view of the memory (else the parameter has two references, Python's and its gradient accumulator's, and so has
+        its storage, its own and the one here). Nor if somebody has written to weights with a whole master: it would
+        follow, and lose its low bits, though the old values may be written back before the update."""
         if self.flat is not None:
             self.accept_writes()
         if self.equal_at != version_of(self.param):

@@ -1,7 +1,7 @@
 """How a streamed model's layers run: each as one autograd function of the whole batch, `micro_batch` rows at a time.
 
 The forward keeps the layer's input; the backward recomputes the layer from it, with the same random numbers. The last
-`keep` layers keep their activations instead. Where launches bind, layers run as CUDA graphs.
+`keep` layers keep their activations instead. Where kernel launches set the pace, layers run as CUDA graphs.
 """
 
 from contextlib import nullcontext

@@ -1,5 +1,5 @@
-"""Optimizers of parameters that stay where they are: PyTorch's own, or the kit's for 16-bit ones with masters. Also
-their state, and the check that a saved state fits."""
+"""Optimizers of parameters that stay where they are: PyTorch's own, or the kit's for 16-bit ones with masters and for
+those on the host beside a GPU. Also their state, and the check that a saved state fits."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -36,7 +36,7 @@ class Schedule:
     """Moves the weights, gradients and optimizer state of the engine's layers on the host. Calls for others do nothing.
 
     guests   parameters outside the layers whose state travels, too
-    trains   False: only forwards are run, so that neither state nor gradients need room
+    trains   False: only forwards are run, so neither state nor gradients need room
     """
 
     def __init__(self, engine: "Engine", guests: list[Tensor], trains: bool) -> None:
@@ -238,8 +238,8 @@ class Schedule:
         self._open = None
 
     def forget_backward(self, failed: bool) -> None:
-        """Let another backward begin before a step, even with updates in the backward. failed: only after one that
-        failed, and may have updated layers"""
+        """Let another backward begin before a step, even with updates in the backward. failed: forget only one that
+        failed, which may have updated layers"""
         for layer in self._order:
             if not failed or layer.grads.backward == self._open:
                 layer.grads.backward = None
@@ -300,7 +300,7 @@ class Schedule:
 
     def _update_on_device(self, layer: HostLayer) -> Mark:
         """Queue the pending update on the device, onto the layer's slot if it holds this layer; returns the mark at
-        which its gradients have been read. This takes the host a millisecond: not for all layers at once."""
+        which its gradients have been read. This takes the host a millisecond, so it is not done for all at once."""
         pending, slot = layer.update, layer.slot
         with uninterrupted():
             if slot.holds is layer:

@@ -1,6 +1,6 @@
 """Updates on the device with optimizer state that lives on the host: one piece of it comes in while another is updated
-and a third leaves, all while layers compute. (The host's cores are slow at the 24 bytes that AdamW reads and writes per
-parameter, and needed for launching kernels; the link is idle for most of a step.)"""
+and a third leaves, all while layers compute. (The host's cores are slow at the 24 bytes of float32 state that AdamW
+reads and writes per parameter, and needed for launching kernels; the link is idle for most of a step.)"""
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -87,7 +87,7 @@ class Travel:
         return [piece for block in blocks for piece in block.clone().split(self._size)]
 
     def pieces(self, numel: int) -> list[slice]:
-        """So many elements in pieces for which there is room."""
+        """Slices that cut `numel` elements into pieces that fit a `Room`."""
         return [slice(start, min(start + self._size, numel)) for start in range(0, numel, self._size)]
 
     def by_piece(self, traveller: Traveller, given: Update, together: int = TOGETHER) -> Iterator[tuple[Mark, Mark]]:

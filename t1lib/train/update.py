@@ -18,9 +18,9 @@ from t1lib.errors import require
 from t1lib.heads.kernels import FMA, triton
 from t1lib.optimizers import Precision, Rule
 
-DEVICE_PIECE = 1 << 25  # values that a device updates at a time: enough to keep it busy, few to hold in float32
+DEVICE_PIECE = 1 << 25  # values that a device updates at a time: enough to keep it busy, few enough to hold in float32
 HOST_PIECE = 1 << 17  # values that each core of the host updates at a time: their float32 state stays in its caches
-BLOCK = 1024  # values of a program of the kernel
+BLOCK = 1024  # values that one program of the kernel updates
 
 State = dict[str, Tensor]
 
@@ -107,7 +107,7 @@ def new_state(param: Tensor, rule: Rule, precision: Precision) -> State:
 
 
 def step_tensor(count: int, device: torch.device | str = "cpu") -> Tensor:
-    """A count of updates as `torch.optim` keeps it, (); float32 even if the default dtype has 16 bits: too few."""
+    """A count of updates as `torch.optim` keeps it, (); float32 even if the default dtype has 16 bits, too few."""
     return torch.tensor(count, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32), device=device)
 
 
