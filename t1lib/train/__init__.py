@@ -54,8 +54,8 @@ def stream(
                        that bfloat16 lacks; None keeps all state in the parameter's own dtype, as plain PyTorch would
     moments            "float32", or "bfloat16" with stochastic rounding: for AdamW's, beside masters
     update_in_backward update each layer as soon as its gradients are complete; for one backward per step, unclipped
-    accumulate         False: one backward per step, and a second is refused. Gradients of layers that stay on the
-                       device then take memory only at the end of the backward, so gpu_memory holds more layers
+    accumulate         False: one backward per step; another is refused while gradients are there. Those of layers on
+                       the device then take memory only at the end of the backward, so gpu_memory holds more layers
     choice             a `t1lib.plan.cost.Choice` of what is kept where, instead of a plan
     head               what the plan must know of the loss: "head" of its `linear_cross_entropy`, and the options that
                        bound its memory: "workspace", "chunks", "by", "tail" (default: as set by `patch_head`; for a

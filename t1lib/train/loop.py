@@ -294,7 +294,7 @@ class Trainer:
         """Wait for updates that are pending or running: in mode slide, `step` returns before they end."""
 
     def close(self) -> None:
-        """Release the model: its layers run as they did before the trainer. Weights stay where they are."""
+        """Release the model: layers and last norm run their class's `forward` again. Weights stay where they are."""
         self.closed = True
         for module in (*self.parts.layers, self.parts.norm):
             module.__dict__.pop("forward", None)

@@ -107,7 +107,7 @@ def new_state(param: Tensor, rule: Rule, precision: Precision) -> State:
 
 
 def step_tensor(count: int, device: torch.device | str = "cpu") -> Tensor:
-    """A count of updates as `torch.optim` keeps it, (); float32 even if the default dtype has 16 bits, too few."""
+    """A count of updates as `torch.optim` keeps it, (); float32 even if the default dtype has 16 bits: too few."""
     return torch.tensor(count, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32), device=device)
 
 
