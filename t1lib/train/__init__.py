@@ -58,8 +58,8 @@ def stream(
                        the device then take memory only at the end of the backward, so gpu_memory holds more layers
     choice             a `t1lib.plan.cost.Choice` of what is kept where, instead of a plan
     head               what the plan must know of the loss: "head" of its `linear_cross_entropy`, and the options that
-                       bound its memory: "workspace", "chunks", "by", "tail" (default: as set by `patch_head`; for a
-                       model that is not patched, head "full")
+                       its memory depends on: "workspace", "chunks", "by", "tail", "filter_eps" (default: as set by
+                       `patch_head`; for a model that is not patched, head "full")
     overlap            False: copies and updates do not run beside the computation (to measure what that is worth)
 
     Updates begin at `step()` and go on during the next forward. Results are those of plain PyTorch with each layer
