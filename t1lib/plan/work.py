@@ -92,7 +92,7 @@ def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
     key = type(config), config.to_json_string(use_diff=False), config._attn_implementation, dtype, seq
     if key not in _SAVED:
         small = copy.deepcopy(config)
-        small.num_hidden_layers, small.vocab_size = 1, 8
+        small.num_hidden_layers, small.vocab_size, small.pad_token_id = 1, 8, None  # padding must be in the vocabulary
         if getattr(small, "layer_types", None):
             small.layer_types = small.layer_types[:1]
         with torch.device("meta"):

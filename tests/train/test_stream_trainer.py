@@ -91,7 +91,9 @@ SLOW: dict[str, dict[str, Any]] = {
     "another head, before": {"parts": lambda model: patch_head(model, head="full") and {}},
     "another head, after, autocast": {"prepare": lambda found: patch_head(found.model, head="full"), "bf16": True},
     "evaluation first": {"prepare": lambda found: found.evaluate()},
-    "a budget, accumulation": {"stream": {"gpu_memory": "1GiB"}, "gradient_accumulation_steps": 2},
+    "a budget, accumulation": {
+        "build": partial(dropping, pad_token_id=50), "stream": {"gpu_memory": "1GiB"}, "gradient_accumulation_steps": 2,
+    },
     "the best checkpoint, loaded at the end": {
         "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1,
         "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,  # the first
