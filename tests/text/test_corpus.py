@@ -110,6 +110,7 @@ def test_the_hash_is_of_names_and_texts_in_any_order():
         ("a.txt", b" \n", "corpus is empty"),
         ("a.jsonl", b'{"text": "a"}', "a.jsonl: .jsonl is not read; allowed: UTF-8 text"),
         ("A.JSONL.GZ", b"\xff", "A.JSONL.GZ: .gz is not read; allowed: UTF-8 text"),
+        ("a.tgz", b"\x1f\x8b", "a.tgz: .tgz is not read; allowed: UTF-8 text"),
     ],
 )
 def test_what_is_no_text_is_refused(tmp_path, name, content, message):
