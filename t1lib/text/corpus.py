@@ -24,7 +24,8 @@ LIBRARY = "stdlib"
 # Folders of the library that are left out: tests, which many distributions lack, packages that were installed, caches.
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # Datasets and compressed files, which are refused: what lies beside them in a folder is hardly the text that is meant.
-_UNREAD = set(".7z .arrow .bz2 .gz .jsonl .parquet .rar .tar .tbz2 .tgz .txz .xz .zip .zst".split())
+_UNREAD = {".arrow", ".jsonl", ".parquet"}
+_UNREAD |= {".7z", ".bz2", ".gz", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".xz", ".zip", ".zst"}
 _BEGINNING = 2**16  # bytes
 END = "<|endoftext|>"  # after each text; id 0
 ENDS = (END, "<|im_end|>", "<|end_of_text|>", "</s>", "<eos>")  # end tokens of tokenizers trained elsewhere
