@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils import logging as transformers_logging
 
 from t1lib.errors import T1Error, choose, is_number, is_whole, reason, require, shown
 
@@ -82,7 +81,6 @@ def build_model(
     GPU can be built on the host. Raises `T1Error` for an unknown name, for changes that do not fit or are to a
     checkpoint, and for files that cannot be loaded, are quantised, or do not fit their configuration."""
     if name in PRESETS:
-        transformers_logging.set_verbosity_error()
         return _random_model(shape_only(name, dtype, **changes), torch.device(device), seed)
     return _from_files(name, _config_of(name, changes), dtype).to(device).train()
 

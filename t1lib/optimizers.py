@@ -46,6 +46,7 @@ class Precision:
             if "betas" in rule:
                 found |= dict.fromkeys(("exp_avg", "exp_avg_sq"), MOMENTS[self.moments] if wide else plain)
             elif rule.get("momentum"):
+                require(self.moments == "float32", "moments='bfloat16' with momentum of SGD; allowed: with AdamW")
                 found["momentum_buffer"] = plain
         master = {"low": torch.int16} if self.masters == "split" else {"master": torch.float32}
         return found | (master if wide else {})
@@ -58,7 +59,7 @@ class OptimizerSpec:
     are at least 0 and below 1, other numbers from 0 to 1e9.
 
     master_weights   `masters` of `Precision`: 16-bit parameters have float32 ones, also with sgd, unless it is None
-    moments          `moments` of `Precision`; "bfloat16", and masters that are "split", are for adamw alone
+    moments          `moments` of `Precision`; "bfloat16" is for adamw alone
     """
 
     name: str = "sgd"
@@ -79,9 +80,8 @@ class OptimizerSpec:
         pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
         betas = pair and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         require(betas, f"betas {self.betas!r}; allowed: two, each from 0 to below 1")
-        narrow = self.precision.masters == "split" or self.moments != "float32"
-        fits = self.name == "adamw" or not narrow
-        require(fits, "master_weights='split' and moments='bfloat16' are for name='adamw'")
+        fits = self.precision.moments == "float32" or self.name == "adamw"
+        require(fits, f"moments={self.moments!r} with name={self.name!r}; allowed: with name='adamw'")
 
     @property
     def precision(self) -> Precision:

@@ -239,6 +239,7 @@ def test_padding_leaks_into_no_gradient_and_a_head_that_multiplies_it_in_is_foun
         ("t1m3", "imports", {"fused_workspace": "300"}, "bad size '300'; allowed: 1048576 to 2**60 bytes"),  # no unit
         ("chunks", "imports", {"workspace": "300"}, "bad size '300'"),
         ("parallel", "expect", {"workspace": "0"}, "bad size '0'"),
+        ("parallel", "imports", {"ranks": [1, 5], "vocabulary": 4}, "ranks=[1, 5]; allowed: at most vocabulary=4"),
         ("frontier", "imports", {"workspace": "0"}, "bad size '0'"),
         ("t1m1", "imports", {"workspace": "0"}, "bad size '0'"),
         ("t1m1", "imports", {"clipped_budget": "much"}, "bad size 'much'"),
@@ -274,6 +275,6 @@ def test_ranks_whose_loss_is_nan_are_not_as_near_as_the_steps_before():
     for ranks, last in ((1, 3.0), (2, float("nan"))):
         for step, loss in enumerate((4.0, last)):
             records.put("fsdp", f"losses/{ranks}", {"loss": loss}, step)
-    p = SimpleNamespace(heads=["fused"], limit=60.0, step_ranks=[1, 2])
+    p = SimpleNamespace(heads=["fused"], limit=60.0, ranks=[1], step_ranks=[1, 2], vocabulary=8)
     found = run_cells("parallel", "imports", "reading-steps", p=p)["largest_difference"](records.frame())
     assert found[1] == 0 and found.isna()[2]

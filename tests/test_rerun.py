@@ -466,7 +466,7 @@ def test_what_an_edit_drew_that_was_not_saved_is_to_be_drawn_again(checkout, ker
     checkout.finish(folder := checkout.outputs("demo"))
     kernel.edit("parameters", "True", "False")
     assert kernel.everything() == ""
-    for old, new, told in (("1", "2", "drawn by other code, or of another docs/differences.md"), ("2", "1", None)):
+    for old, new, told in (("1", "2", "drawn by other code, or from another docs/differences.md"), ("2", "1", None)):
         kernel.edit("n", old, new)
         assert kernel.run("n", "finish") == ""
         assert manifest.difference(folder, "demo", params.resolve("demo", "smoke"), drawn=True) == told

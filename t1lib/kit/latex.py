@@ -51,7 +51,7 @@ def _build_one(outputs: Path) -> Path:
     final = outputs.with_name(f"{outputs.name}.pdf")
     with tempfile.TemporaryDirectory(prefix="t1-report-") as temporary:
         source = paths.root() / "report" / f"{outputs.name}.tex"
-        require(source.is_file(), f"{paths.shown(source)} is not there, of which the report is built")
+        require(source.is_file(), f"{paths.shown(source)}, the report's source, is missing")
         folder = shutil.copytree(source.parent, Path(temporary), dirs_exist_ok=True, ignore=_OTHERS)
         shutil.copy(source, folder)
         read = {f"report/{name}": entry for name, entry in manifest.files(folder).items()}

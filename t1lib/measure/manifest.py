@@ -170,7 +170,7 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any], dra
     if changed or (why := damage(folder, report=False)):
         return f"{', '.join(changed)} changed" if changed else why
     other = drawn and content.get("drawn") != fingerprint.drawing(content["made_of"])
-    return "drawn by other code, or of another docs/differences.md" if other else None
+    return "drawn by other code, or from another docs/differences.md" if other else None
 
 
 def damage(folder: Path, report: bool = True) -> str | None:

@@ -16,12 +16,14 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
+from t1lib.errors import require
 from t1lib.memory import _registered
 from t1lib.timing import PhaseTimer, synchronize
 
 # Event in the allocator's history → sign with which its size counts for bytes allocated, for bytes reserved.
 CHANGES = {"alloc": (1, 0), "free_completed": (-1, 0), "segment_alloc": (0, 1), "segment_map": (0, 1)}
 CHANGES |= {"segment_free": (0, -1), "segment_unmap": (0, -1)}
+MOST_EVENTS = 1_000_000  # that the allocator's history holds; it drops the oldest
 LEAD_MS = 100.0  # on an H200, the clock takes this long to settle under products (docs/log.md)
 
 T = TypeVar("T")
@@ -104,7 +106,7 @@ class AllocatorTimeline:
             torch.cuda.synchronize(self.device)
             self.baseline = torch.cuda.memory_stats(self.device)["requested_bytes.all.current"]
             self._held = torch.cuda.memory_reserved(self.device)
-            torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
+            torch.cuda.memory._record_memory_history(context=None, max_entries=MOST_EVENTS)
         else:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above all of its own: it would note each start and stop
             cpu = torch.profiler.ProfilerActivity.CPU
@@ -118,6 +120,7 @@ class AllocatorTimeline:
             torch.cuda.synchronize(self.device)
             trace = torch.cuda.memory._snapshot()["device_traces"][self.device.index or 0]
             torch.cuda.memory._record_memory_history(enabled=None)
+            require(len(trace) < MOST_EVENTS, f"{MOST_EVENTS} allocations or more; allowed in a timeline: fewer")
             events, reserved = [(e["time_us"], e["action"], e["size"]) for e in trace], self._held
         else:
             self._profile.__exit__(*exc)

@@ -82,7 +82,7 @@ class Records:
     def load(cls, path: Path) -> Self:
         """Read what `save` wrote. Raises `T1Error` if the columns are not `COLUMNS`."""
         records, frame = cls(), pd.read_csv(path, dtype=str, keep_default_na=False)
-        require(tuple(frame) == COLUMNS, f"{path} has not the columns {', '.join(COLUMNS)}")
+        require(tuple(frame) == COLUMNS, f"{path} has columns {', '.join(frame)}; allowed: {', '.join(COLUMNS)}")
         records.own = frame.to_dict("records")
         for row in records.own:
             row["step"] = int(row["step"]) if re.fullmatch(r"-?[0-9]+", row["step"]) else row["step"]

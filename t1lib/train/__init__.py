@@ -115,7 +115,9 @@ def usable(device: torch.device | str | None) -> torch.device:
     except (RuntimeError, TypeError):
         raise T1Error(f"device {shown(device)}; allowed: 'cpu', 'cuda', 'cuda:1', …") from None
     require(found.type in ("cpu", "cuda"), f"device {str(found)!r}; allowed: 'cpu', 'cuda', 'cuda:1', …")
-    require(found.type != "cuda" or there, f"device {str(found)!r}; allowed here: 'cpu', as there is no CUDA device")
+    count = torch.cuda.device_count() if there else 0
+    here = f"'cuda:0' to 'cuda:{count - 1}'" if there else "'cpu', as there is no CUDA device"
+    require(found.type != "cuda" or (found.index or 0) < count, f"device {str(found)!r}; allowed here: {here}")
     return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found
 
 

@@ -73,6 +73,8 @@ class Trainer:
         loss: str = "cross_entropy", schedule: Callable[[int], float] = Schedule(),  # noqa: B008
         micro_batch: int | None = None, max_grad_norm: float | None = None, **own: Any,
     ) -> None:  # fmt: skip
+        own_modes = type(self) is not Trainer or mode in ("gpu", "ckpt")
+        require(own_modes, f"mode {shown(mode)} of `Trainer`; allowed: 'gpu', 'ckpt'; `make_trainer` takes all modes")
         self.mode, self.head, self.loss = mode, choose("head", head, HEADS), choose("loss", loss, LOSSES)
         whole = micro_batch is None or is_whole(micro_batch, 1)
         require(whole, f"micro_batch={shown(micro_batch)}; allowed: 1 or more, whole numbers, or None")
@@ -100,6 +102,7 @@ class Trainer:
             require(not lost, f"loss 'mean_square' ends before {lost[:1]}: it would get no gradient; freeze it")
         else:
             require_plain_loss(model)
+        self._forwards = {module: vars(module).get("forward") for module in (*self.parts.layers, self.parts.norm)}
         self._place(**own)
         if loss == "mean_square":
             self.parts.norm.forward = lambda hidden: hidden
@@ -294,7 +297,8 @@ class Trainer:
         """Wait for updates that are pending or running: in mode slide, `step` returns before they end."""
 
     def close(self) -> None:
-        """Release the model: layers and last norm run their class's `forward` again. Weights stay where they are."""
+        """Release the model: layers and last norm run their own `forward` again. Weights stay where they are."""
         self.closed = True
-        for module in (*self.parts.layers, self.parts.norm):
-            module.__dict__.pop("forward", None)
+        for module, forward in self._forwards.items():
+            vars(module).pop("forward", None)
+            vars(module).update({} if forward is None else {"forward": forward})

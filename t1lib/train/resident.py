@@ -2,7 +2,7 @@
 those on the host beside a GPU. Also their state, and the check that a saved state fits."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -60,7 +60,7 @@ class ResidentOptimizer(torch.optim.Optimizer):
         return state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self) -> None:
         self.update()
 
     def update(self, elsewhere: Collection[int] = ()) -> None:

@@ -314,7 +314,7 @@ def test_without_a_budget_the_command_names_the_memory_that_is_free(command, bad
     ("arguments", "message"),
     [
         ("--model tiny --vram 1MiB", "nothing fits; the least is mode fsdp"),
-        ("--model tiny --vram 1GiB --optimizer sgd --split-master", "are for name='adamw'"),
+        ("--model tiny --vram 1GiB --optimizer sgd --moments bfloat16", "moments='bfloat16' with name='sgd'"),
         ("--model tiny --vram 1GiB --dtype float32 --split-master", "split masters of float32 weights"),
         ("--vram 16GiB", "--model is missing"),
         ("--model tiny --vram 1GiB --max-grad-norm nan", "--max-grad-norm nan; allowed: 0 or more"),

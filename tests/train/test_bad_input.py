@@ -12,7 +12,7 @@ from refusals import refused
 from t1lib.models import build_model
 from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.plan.cost import Choice
-from t1lib.train import make_trainer
+from t1lib.train import Trainer, make_trainer
 
 HERE = str(Path(__file__).parent)  # a folder without a model
 model = partial(loop_cases.model, num_hidden_layers=2, intermediate_size=48, max_position_embeddings=16)
@@ -31,6 +31,7 @@ OPTIONS = [
     ({"micro_batch": 0}, ["micro_batch=0", "allowed: 1 or more"]),
     ({"max_grad_norm": 0.0}, ["max_grad_norm=0.0", "allowed: more than 0"]),
     ({"device": "gpu"}, ["device 'gpu'", "allowed: 'cpu', 'cuda'"]),
+    ({"device": "cuda:99"}, ["device 'cuda:99'", "allowed here: "]),
     ({"schedule": "cosine"}, ["schedule='cosine'", "`Schedule`"]),
     ({"optimizer": {"name": "sgd"}}, ["optimizer={'name': 'sgd'}", "`OptimizerSpec`"]),
     ({"head_options": {"reduction": "sum"}}, ["option of the head 'reduction'", "allowed: workspace"]),
@@ -39,7 +40,7 @@ adamw, sgd, cosine = (partial(OptimizerSpec, "adamw"), partial(OptimizerSpec, "s
 SETTINGS = [
     (partial(adamw, master_weights=None, moments="bfloat16"), ["moments='bfloat16'", "master_weights"]),
     (partial(adamw, moments="fp8"), ["moments 'fp8'", "allowed: float32, bfloat16"]),
-    (partial(sgd, master_weights="split"), ["master_weights='split'", "name='adamw'"]),
+    (partial(sgd, moments="bfloat16"), ["moments='bfloat16'", "name='adamw'"]),
     (partial(adamw, master_weights=True), ["master_weights=True", "or None"]),
     (partial(adamw, betas=(0.9,)), ["betas (0.9,)", "allowed: two"]),
     (partial(adamw, lr=1e38), ["lr 1e+38", "allowed: a number from 0 to 1e9"]),
@@ -55,6 +56,7 @@ SETTINGS = [
 
 
 CALLS = [(lambda given=given: make_trainer(model(), **given), parts) for given, parts in OPTIONS]
+CALLS += [(lambda: Trainer(model(), "slide"), ["mode 'slide'", "allowed: 'gpu', 'ckpt'", "`make_trainer`"])]
 
 
 @pytest.mark.parametrize("call, parts", CALLS + SETTINGS, ids=lambda part: part[0] if isinstance(part, list) else "")

@@ -84,6 +84,7 @@ WRONG: dict[str, Callable[[nn.Module], Any]] = {  # what changes the model, or g
     "without parameters": lambda model: setattr(model, "idle", nn.ModuleList([nn.ReLU()])) or {"layers": model.idle},
     "Adam": lambda model: {"optimizer": torch.optim.Adam(model.parameters())},
     "an optimizer's name": lambda model: {"optimizer": "adamw"},
+    "SGD's momentum in 16 bits": lambda model: {"optimizer": sgd(model), "moments": "bfloat16"},
     "amsgrad": lambda model: {"optimizer": adamw(model, amsgrad=True)},
     "coupled": lambda model: {"optimizer": torch.optim.AdamW([{"params": [model.norm.weight], **COUPLED}])},
     "of more than the model": lambda model: {"optimizer": adamw(nn.ModuleList([model, nn.Linear(2, 2)]))},
