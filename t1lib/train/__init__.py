@@ -13,6 +13,7 @@ from torch import nn
 
 from t1lib.errors import T1Error, is_whole, require, shown
 from t1lib.heads import check_options, parse_bytes
+from t1lib.memory import grow_segments
 from t1lib.models import PRESETS, build_model
 from t1lib.optimizers import OptimizerSpec, Precision, Schedule
 from t1lib.plan.cost import Choice
@@ -67,6 +68,8 @@ def stream(
     a large batch with `micro_batch` to accumulation. `p.grad` and the weights are complete whenever they are looked at.
     Change weights in place under `torch.no_grad()`, not through `p.data`: such a write may go unnoticed outside the
     layers, and in those that a plan keeps on the device; in a streamed layer assigning `p.data` is refused.
+    Unless the environment says otherwise, PyTorch's allocator is told to use expandable segments, which it can only if
+    nothing is on the GPU yet: so leave the model on the CPU.
     Hooks see a layer as under checkpointing; a loss on tensors that they caught inside a layer has no gradient there.
 
     Raises `T1Error`, before anything is changed, for a bad argument, for an optimizer or a model that cannot stream,
@@ -99,6 +102,7 @@ def stream(
     if choice is not None:
         check_choice(choice, len(stack))
         require(budget is None, "gpu_memory and choice: give one of them")
+    grow_segments()
     engine = Engine(
         model, optimizer, stack, device=usable(device), precision=Precision(master_weights, moments),
         micro_batch=micro_batch, in_backward=update_in_backward, accumulate=accumulate, overlap=overlap, budget=budget,

@@ -2,11 +2,13 @@
 loop looks at or changes in between, has the bits of a plain PyTorch model, in float32 on a CPU."""
 
 import math
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import stream_models
@@ -190,6 +192,16 @@ def test_smaller_state_is_close(make, layout):
         assert state[index]["master"].dtype == torch.float32
         assert (state[index]["master"] - master).norm() < 0.05 * moved, index
         assert (state[index][moment].float() - first).norm() < 0.25 * first.norm(), index
+
+
+def test_the_allocator_is_asked_for_expandable_segments_unless_the_environment_says_otherwise():
+    for given, expected in (
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native"),
+    ):
+        plain = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}
+        with patch.dict(os.environ, plain | given, clear=True), streaming(blocks()):
+            assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == expected
 
 
 def test_another_thread_evaluates_meanwhile():
