@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from t1lib.errors import T1Error, choose, is_number, is_whole, reason, require, shown
+from t1lib.memory import grow_segments
 
 
 def _qwen3(layers: int, hidden: int, mlp: int, heads: int, tied: bool = True, **other: object) -> dict[str, object]:
@@ -78,8 +79,10 @@ def build_model(
     checkpoint directory, or a Hub name "owner/model". `changes` replace fields of a preset's configuration, such as
     `num_hidden_layers=2`. No remote code is ever run. A preset's random weights depend on `seed` and on the machine,
     not on `device`: they are drawn on the GPU if there is one, one module at a time, so that a model larger than the
-    GPU can be built on the host. Raises `T1Error` for an unknown name, for changes that do not fit or are to a
-    checkpoint, and for files that cannot be loaded, are quantised, or do not fit their configuration."""
+    GPU can be built on the host. As this may be the first use of the GPU, it calls `grow_segments`. Raises `T1Error`
+    for an unknown name, for changes that do not fit or are to a checkpoint, and for files that cannot be loaded, are
+    quantised, or do not fit their configuration."""
+    grow_segments()
     if name in PRESETS:
         return _random_model(shape_only(name, dtype, **changes), torch.device(device), seed)
     return _from_files(name, _config_of(name, changes), dtype).to(device).train()

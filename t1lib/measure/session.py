@@ -15,7 +15,7 @@ from t1lib.errors import choose
 from t1lib.heads import HEADS
 from t1lib.measure.peers import need
 from t1lib.measure.probes import AllocatorTimeline, HostPeak, median_ms, pinned_bytes, storage_bytes
-from t1lib.memory import GIB, grow_segments, pinned_zeros
+from t1lib.memory import GIB, pinned_zeros
 from t1lib.models import build_model, split
 from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import device_bytes
@@ -44,7 +44,6 @@ class TrainSession:
         device: str, seed: int = 0, changes: dict[str, Any] | None = None, batches: int = 1, train: str = "all",
         **options: Any,
     ) -> None:  # fmt: skip
-        grow_segments()
         self.device, self.seed, self._count = torch.device(device), seed, batches
         self._host = HostPeak()
         where = "cpu" if mode in ("slide", "fsdp", "trainstream") else device

@@ -10,7 +10,6 @@ from torch import Tensor
 from t1lib.errors import choose, require, shown
 from t1lib.files import whole
 from t1lib.heads import HEADS, linear_cross_entropy, next_token_targets, parse_bytes
-from t1lib.memory import grow_segments
 from t1lib.models import MORE, parse_changes, shape_only
 from t1lib.optimizers import masters_for
 from t1lib.text.corpus import LIBRARY, load_corpus, save_tokenizer
@@ -40,7 +39,6 @@ class LanguageSession:
         seed: int = 0, data_seed: int | None = None, changes: dict[str, Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         options |= {"optimizer": OptimizerSpec(**optimizer), "schedule": Schedule(**schedule or {}), "device": device}
-        grow_segments()
         own, changes = None if model in PRESETS else Path(model) / "tokenizer.json", changes or {}
         self._tokenizer_file = own
         require(own is None or own.is_file(), f"model {model!r} is neither a preset nor a folder with a tokenizer.json")
