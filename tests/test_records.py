@@ -22,6 +22,7 @@ def test_csv_round_trip_is_exact_and_wrong_rows_are_refused(tmp_path):
     records.put("slide", "clean", {"wall_ms": 0.1 + 0.2}, 0)
     records.put("slide", "clean", {"wall_ms": torch.tensor(1 / 3, dtype=torch.float64)}, 1)
     records.put("gpu", "", {"peak": np.int64(2**40 + 1)}, "layer 3, ²")
+    records.put("gpu", "", {"peak": 1.0}, np.int64(3))
     records.status("ckpt", "oom", phase="clean")
     records.put("slide", "own", {"loss": 1, "wall_ms": 2.5, "host_gib": 3.0, "h2d_gb_s": 4.0}, 7)
     records.save(tmp_path / "samples.csv")
@@ -29,9 +30,9 @@ def test_csv_round_trip_is_exact_and_wrong_rows_are_refused(tmp_path):
     assert loaded.rows == records.rows
     frame = loaded.frame()
     assert list(frame.columns) == ["variant", "phase", "step", "metric", "unit", "value"]
-    assert frame["value"].tolist() == [0.1 + 0.2, 1 / 3, 2.0**40 + 1, "oom", 1.0, 2.5, 3.0, 4.0]
-    assert frame["unit"].tolist() == ["ms", "ms", "", "", "", "ms", "GiB", "GB/s"]  # by the metric's name
-    assert len(numeric(frame)) == 7 and statuses(frame) == {"ckpt": "oom"}
+    assert frame["value"].tolist() == [0.1 + 0.2, 1 / 3, 2.0**40 + 1, 1.0, "oom", 1.0, 2.5, 3.0, 4.0]
+    assert frame["unit"].tolist() == ["ms", "ms", "", "", "", "", "ms", "GiB", "GB/s"]  # by the metric's name
+    assert len(numeric(frame)) == 8 and statuses(frame) == {"ckpt": "oom"}
     assert pick(frame, "wall_ms", "clean", "slide").tolist() == [0.1 + 0.2, 1 / 3]
     assert pick(frame, "wall_ms", "clean", "ckpt").empty and pick(frame, "status", "clean").empty
     records.put("slide", "", {"loss": float("nan")})
@@ -40,6 +41,9 @@ def test_csv_round_trip_is_exact_and_wrong_rows_are_refused(tmp_path):
     refused(lambda: records.status("gpu", "fine"), "allowed: ok, shared, oom, unavailable, skipped, wrong")
     for name in ("a\rb", "\ud800"):
         refused(lambda name=name: records.put(name, "", {"wall_ms": 1.0}), "printable")
+    # Read back they would be of another type, so that what is drawn of the file would not find them.
+    for names in ((8, ""), ("gpu", 8), ("gpu", "", 1e-4), ("gpu", "", True), ("gpu", "", "8")):
+        refused(lambda names=names: records.put(*names[:2], {"loss": 1.0}, *names[2:]), "printable")
     with pytest.raises(ValueError, match="fast"):
         records.put("gpu", "", {"wall_ms": "fast"})
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
@@ -52,6 +56,7 @@ def test_numbers_read_well_in_text_and_in_latex():
     assert {value: format_number(value) for value in texts} == texts
     texts = {"50% of a_b & {c}": r"50\% of a\_b \& \{c\}", "1.50e-07": r"\ensuremath{1.50\times10^{-7}}"}
     texts |= {"-12,345": r"\ensuremath{-12{,}345}", "2.50": "2.50"}
+    texts |= {"< 2 | > 3": r"\ensuremath{<} 2 \ensuremath{|} \ensuremath{>} 3"}
     assert {text: escape_latex(text) for text in texts} == texts
 
 

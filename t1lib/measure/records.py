@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ COLUMNS = ("variant", "phase", "step", "metric", "unit", "value")
 # shared: ran on ranks that shared a GPU; wrong: errors of loss or gradients exceed their bound. Neither gets a time.
 STATUSES = ("ok", "shared", "oom", "unavailable", "skipped", "wrong", "failed")
 UNITS = {"_ms": "ms", "_mib": "MiB", "_gib": "GiB", "_gb_s": "GB/s"}  # by how a metric's name ends
+_WHOLE = re.compile(r"-?[0-9]+")  # a step that is read as a number
 Row = dict[str, Any]
 
 
@@ -62,11 +64,16 @@ class Records:
             print(f"{phase}: {variant} is {state}: {why}")
 
     def extend(self, rows: Iterable[Row]) -> None:
-        """Append rows, such as other records'. Raises `T1Error` for an unprintable name, if `closed`, or by `allow`."""
+        """Append rows, such as other records'. Raises `T1Error` for names that samples.csv would not give back, if
+        `closed`, or by `allow`."""
         require(not self.closed, "nothing is recorded with `measure` False; begin measuring cells with `if p.measure:`")
         rows = list(rows)
-        for name in (row[column] for row in rows for column in COLUMNS[:4]):
-            require(str(name).isprintable(), f"the name {shown(name)} of a sample; allowed: printable characters")
+        for column, name in ((column, row[column]) for row in rows for column in COLUMNS[:4]):
+            fits, allowed = isinstance(name, str) and name.isprintable(), "printable text"
+            if column == "step":
+                whole = isinstance(name, Integral) and not isinstance(name, bool)  # NumPy's, too
+                fits, allowed = whole or (fits and not _WHOLE.fullmatch(name)), "whole numbers, other printable text"
+            require(fits, f"the {column} {shown(name)} of a sample; allowed: {allowed}")
         self._allow(rows)
         self.own += rows
 
@@ -85,7 +92,7 @@ class Records:
         require(tuple(frame) == COLUMNS, f"{path} has columns {', '.join(frame)}; allowed: {', '.join(COLUMNS)}")
         records.own = frame.to_dict("records")
         for row in records.own:
-            row["step"] = int(row["step"]) if re.fullmatch(r"-?[0-9]+", row["step"]) else row["step"]
+            row["step"] = int(row["step"]) if _WHOLE.fullmatch(row["step"]) else row["step"]
             row["value"] = row["value"] if row["metric"] == "status" else float(row["value"])
         return records
 
@@ -162,6 +169,7 @@ def format_number(value: Any) -> str:
 _NUMBER = re.compile(r"(-?[\d,]+(?:\.\d+)?)(?:e([+-]?\d+))?")
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 _LATEX |= {character: "\\" + character for character in "&%$#_{}"}
+_LATEX |= {character: rf"\ensuremath{{{character}}}" for character in "<>|"}  # in LaTeX's default font they are others
 # Lets any paper \input the file: a missing key stops the build instead of printing nothing.
 _TEX_HEAD = r"""% Written by a run; do not edit. \result{key} prints a number, \resultunit{key} its unit.
 \providecommand{\setresult}[3]{\expandafter\gdef\csname result:#1\endcsname{#2}%
