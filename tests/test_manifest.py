@@ -148,7 +148,7 @@ def test_a_run_in_jupyterlab_publishes_figures_tables_and_numbers(checkout, monk
 
 
 def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(checkout, monkeypatch, command):
-    add(checkout)
+    add(checkout, "display(run.frame())")  # which every kernel has
     refused(draw, "holds no finished run")
     folder = checkout.outputs("demo")
     checkout.finish(folder)

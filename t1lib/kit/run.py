@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 from IPython import get_ipython
+from IPython.display import display
 from matplotlib.figure import Figure
 
 from t1lib import fingerprint, params, paths
@@ -262,7 +263,8 @@ def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True)
     given = params.resolve(experiment, profile)  # for what the run did not have
     given |= {name: value for name, value in content["parameters"].items() if name in known} | {"measure": False}
     set_by_papermill = "\n".join([params.INJECTED, *(f"{name} = {value!r}" for name, value in given.items())])
-    namespace: dict[str, Any] = {"__name__": f"{experiment}.ipynb", "In": [set_by_papermill], **given}
+    kernel = {"__name__": f"{experiment}.ipynb", "In": [set_by_papermill], "display": display}
+    namespace: dict[str, Any] = kernel | given
     run = namespace[_RUN] = Run(experiment, namespace, folder)
     run.saves_figures = figures
     for cell in params.code_cells(paths.notebook(experiment)):
