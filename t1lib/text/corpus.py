@@ -195,7 +195,8 @@ def load_corpus(
     first = min(round((1 - HELD_OUT) * len(rows)), len(rows) - 1) or 1
     size = sum(len(text.encode()) for text in texts.values())
     facts = corpus_hash(texts), len(texts), copies, size
-    return Corpus(rows[:first], rows[first:], *facts, trained, trained.get_vocab_size())
+    vocabulary = max(trained.get_vocab().values()) + 1  # ids may have gaps
+    return Corpus(rows[:first], rows[first:], *facts, trained, vocabulary)
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

@@ -12,7 +12,7 @@ from t1lib.files import whole
 from t1lib.heads import HEADS, linear_cross_entropy, next_token_targets, parse_bytes
 from t1lib.models import MORE, parse_changes, shape_only
 from t1lib.optimizers import masters_for
-from t1lib.text.corpus import LIBRARY, load_corpus, save_tokenizer
+from t1lib.text.corpus import END, LIBRARY, load_corpus, save_tokenizer
 from t1lib.train import MODES, PRESETS, OptimizerSpec, Schedule, StepRecord, build_model, make_trainer
 
 STEPS = 1000
@@ -48,8 +48,9 @@ class LanguageSession:
         self._size, self.data_seed = batch, seed if data_seed is None else data_seed
         self.corpus = load_corpus(vocabulary, seq, source=data, limit=limit or None, seed=seed, tokenizer=own)
         self.corpus.batch(0, batch, self.data_seed)  # a bad size raises before a model is built
-        if own is None:
-            changes = {"vocab_size": self.corpus.vocabulary} | changes
+        if own is None:  # special tokens of its family's tokenizer are others in this one
+            special = {"eos_token_id": self.corpus.tokenizer.token_to_id(END), "bos_token_id": None}
+            changes = {"vocab_size": self.corpus.vocabulary, "pad_token_id": None} | special | changes
         where = "cpu" if mode in ("slide", "fsdp") else device
         built = build_model(model, dtype=getattr(torch, dtype), device=where, seed=seed, **changes)
         self.trainer = make_trainer(built, mode, **options)

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from refusals import refused
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from t1lib.heads import linear_cross_entropy
 from t1lib.measure.heads import operands
@@ -256,3 +257,7 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path, session):
     corpus.byte_pairs(texts_of(TEXT), 310).save(str(tmp_path / "tokenizer.json"))
     asked = partial(LanguageSession, **settings | {"model": str(tmp_path)})
     refused(asked, "the tokenizer has 310 tokens, the model's vocabulary 300")
+    gaps = Tokenizer(models.WordLevel({corpus.END: 0, "a": 1, "b": 300}, "a"))
+    gaps.pre_tokenizer = pre_tokenizers.Whitespace()
+    gaps.save(str(tmp_path / "tokenizer.json"))
+    refused(asked, "the tokenizer has 301 tokens")

@@ -353,9 +353,12 @@ def test_what_it_exports_is_the_model_that_was_trained_and_can_be_trained_on(tmp
     monkeypatch.chdir(tmp_path)
     own = [argument for argument in SMALL if argument not in ("--vocabulary", "300")]
     more = ["--change", "vocab_size", "300", "--data", "own", "--steps", "4", "--mode", mode, "--export"]
+    more += ["--model", "gemma-2-2b", "--change", "head_dim", "8"]
     assert main([*own, "--out", "a", *more]) == 0
     model, tokenizer = AutoModelForCausalLM.from_pretrained("a/model"), AutoTokenizer.from_pretrained("a/model")
     assert tokenizer.decode(tokenizer("def f(x):\n    return x")["input_ids"]) == "def f(x):\n    return x"
+    ends = model.generation_config.eos_token_id, model.generation_config.bos_token_id, model.config.pad_token_id
+    assert ends == (tokenizer.eos_token_id, None, None)  # not Gemma's, which are tokens of text here
     held_out = load_corpus(None, 16, source="own", tokenizer="a/model/tokenizer.json").held_out
     rows = held_out[[place * len(held_out) // 6 for place in range(6)]]  # two batches, of four rows and of two
     loss = model(input_ids=rows, labels=rows).loss.item()
