@@ -77,8 +77,9 @@ def saved_by(call: Callable[[], object], weights: Iterable[torch.Tensor]) -> int
     found: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no other gets its address
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = storage
+        if tensor.layout == torch.strided:  # sparse ones have no storage, and little memory
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage
         return tensor.detach()  # a saved output would refer to its own graph, in a cycle that is never freed
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t):

@@ -195,7 +195,7 @@ def kept_graph(layer: HostLayer | None) -> AbstractContextManager:
     start = layer.slot.flat.untyped_storage().data_ptr()
 
     def pack(tensor: Tensor) -> Any:
-        own = tensor.untyped_storage().data_ptr() == start
+        own = tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() == start
         if own:
             return tensor.size(), tensor.stride(), tensor.storage_offset()
         # Detached: a saved output would refer to its own graph, in a cycle that no garbage collector frees.

@@ -63,6 +63,13 @@ def two_adapters() -> nn.Module:
     return model
 
 
+def with_sparse_adapters() -> nn.Module:
+    """Adapters of SHiRA add a sparse matrix to each weight, and a graph that is kept saves it."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(qwen3(), peft.ShiraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    return model.train()
+
+
 def of_two_kinds() -> nn.Module:
     """Adapters to choose from: those of DoRA, the active ones, need the values of a layer's last product."""
     model = adapted(dropout=0.0, target_modules=["q_proj"])

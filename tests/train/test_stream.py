@@ -78,6 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters of the output layer, with a budget": case(
         partial(adapted, dropout=0.0, base=llama, target_modules=["q_proj", "lm_head"]), gpu_memory="1GiB"
     ),
+    "sparse adapters, with a budget": case(odd.with_sparse_adapters, gpu_memory="1GiB"),
     # a recomputation would attend to what the forward has left in a cache, however it comes
     # the biases' gradients are zero but for rounding
     "a cache by position, by rows": case(
@@ -121,6 +122,7 @@ EVERYWHERE: dict[str, dict[str, Any]] = {  # wherever layers, state, gradients a
     "a checkpoint around the embedding": case(qwen3, loss=odd.embedding_again),
     "gradients of inputs alone": case(qwen3, loss=odd.of_inputs_alone, clip=lambda m, o: m.t1_given.grad.norm()),
     "a weight that is frozen before the backward": case(qwen3, loss=odd.freezing),
+    "sparse adapters": case(odd.with_sparse_adapters),
     "adapters of two kinds, in turns": case(
         odd.of_two_kinds, before=lambda m, o, b: m.set_adapter("default" if m.active_adapter == "other" else "other")
     ),
