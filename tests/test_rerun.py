@@ -87,7 +87,7 @@ def test_what_is_downstream_of_a_change_is_left_out_and_refused(checkout, kernel
 
 
 def test_what_was_made_or_read_before_its_records_or_did_not_finish_is_refused(checkout, kernel):
-    kernel.cells |= {"table": 'run.table("main", [{"n": len(run.frame())}])', "count": "total = len(run.frame())"}
+    kernel.cells |= {"table": 'run.table("main", [{"n": len(run.frame())}])', "count": "total = len(records.rows)"}
     kernel.cells["number"] = 'run.number("demo.n", total)'
     assert kernel.everything() == ""
     told = kernel.run("step", "number", "finish")

@@ -54,7 +54,7 @@ class Run:
         """folder: receives the files, for the caller to publish; None: a temporary one, which `finish` publishes"""
         self.experiment = experiment
         self._cells = Cells(namespace, lambda: self.params.current())
-        self.records = Records(self._cells.rows, self._cells.record)
+        self.records = Records(self._cells.rows, self._cells.record, self._cells.read_records)
         self._driven, self._measures = folder is not None, None  # until the parameters are known
         self.params = params.Live(experiment, namespace, self._require_allowed)
         given = self.params.checked()
@@ -153,7 +153,6 @@ class Run:
     def frame(self) -> pd.DataFrame:
         """The records that are up to date, one row each; prints which are left out. If the frontend gives cell ids,
         only those of the running cell and the ones above it are there, as in a run from top to bottom."""
-        self._cells.read_records()
         if self._measures:
             for cell, why in self._cells.out_of_date():
                 if cell.rows:

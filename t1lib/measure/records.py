@@ -25,20 +25,23 @@ class Records:
     """Rows of `variant, phase, step, metric, unit, value`: one row per sample, none of them averaged.
 
     parts  returns the lists of valid rows; by default there is one, `own`, the list to which rows are added
-    allow  called with rows that are to be added; raises `T1Error` if they must not be"""
+    allow  called with rows that are to be added; raises `T1Error` if they must not be
+    read   called before somebody is given the valid rows"""
 
     def __init__(
         self,
         parts: Callable[[], Iterable[list[Row]]] | None = None,
         allow: Callable[[list[Row]], None] = lambda rows: None,
+        read: Callable[[], None] = lambda: None,
     ) -> None:
         self.own: list[Row] = []
-        self._parts, self._allow = parts or (lambda: [self.own]), allow
+        self._parts, self._allow, self._read = parts or (lambda: [self.own]), allow, read
         self.closed = False  # True: they are another run's, and nothing may be added
 
     @property
     def rows(self) -> list[Row]:
         """All valid rows, part by part."""
+        self._read()
         return [row for part in self._parts() for row in part]
 
     def remove_times(self, variant: str, phase: str) -> None:
@@ -79,11 +82,15 @@ class Records:
 
     def frame(self) -> pd.DataFrame:
         """The valid rows as a table. `value` holds floats, or text in rows with metric `status`."""
-        return pd.DataFrame(self.rows, columns=list(COLUMNS))
+        self._read()
+        return self._table()
+
+    def _table(self) -> pd.DataFrame:
+        return pd.DataFrame([row for part in self._parts() for row in part], columns=list(COLUMNS))
 
     def save(self, path: Path) -> None:
         """Write the rows as CSV; floats in the shortest form that reads back exactly."""
-        self.frame().to_csv(path, index=False, na_rep="nan", lineterminator="\n")
+        self._table().to_csv(path, index=False, na_rep="nan", lineterminator="\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -134,7 +141,7 @@ def gate_losses(records: Records, runs: Sequence[tuple[str, str, str]], bound: f
     times are removed: a wrong result has no speed.
 
     runs    variant, phase of its losses, phase of its times"""
-    rows = numeric(records.frame())
+    rows = numeric(records._table())
     rows = rows[rows["metric"] == "loss"].drop_duplicates(["variant", "phase", "step"], keep="last")
     losses = {run: own.set_index("step")["value"] for run, own in rows.groupby(["variant", "phase"])}
     trained = [run for run in runs if run[:2] in losses]
