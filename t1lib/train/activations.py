@@ -65,6 +65,7 @@ class Saved:
 
     device: torch.device
     modes: list[list[Any]]  # of each of the layer's modules
+    hooks: list[int]  # of each module inside the layer, see `hooks_of`
     version: int  # of the weights
     rows: int | None  # that were computed at a time
     given: tuple[Any, ...]  # args and kwargs beside the input, without caches: a recomputation would append to them
@@ -111,6 +112,12 @@ class Saved:
     def modes_of(modules: Iterable[nn.Module]) -> list[list[Any]]:
         """`SWITCHES` of each module; a missing one counts as False, since PEFT may set it to False later."""
         return [[own.get(name) or False for name in SWITCHES] for own in map(vars, modules)]
+
+    @staticmethod
+    def hooks_of(layer: nn.Module) -> list[int]:
+        """How many hooks each module inside the layer has that may give it other arguments. PEFT sets such hooks for
+        one call of the model (aLoRA's offsets, names of adapters): a recomputation would lack them."""
+        return [len(module._forward_pre_hooks_with_kwargs) for module in [*layer.modules()][1:]]
 
 
 class Inputs:

@@ -195,6 +195,15 @@ def merged_and_disabled(model: nn.Module, optimizer: Any) -> None:
         first_loss(model)
 
 
+def hooked_for_one_call(model: nn.Module, optimizer: Any) -> None:
+    """As PEFT does for aLoRA: a recomputation would lack what the hook does."""
+    doubled = lambda module, args, kwargs: ((2 * args[0],), kwargs)  # noqa: E731
+    hook = layers_of(model)[0].mlp.down_proj.register_forward_pre_hook(doubled, with_kwargs=True)
+    loss = first_loss(model)
+    hook.remove()
+    loss.backward()
+
+
 def late_backward(model: nn.Module, optimizer: Any) -> None:
     """Through layers alone: through a norm or a head that was updated, PyTorch itself refuses it."""
     late = last_hidden(model, BATCHES[0])
@@ -363,6 +372,7 @@ ONGOING: dict[str, tuple] = {
         lambda m, o: (o.param_groups[0]["params"].clear(), train(m, o, BATCHES)), "use requires_grad_"
     ),
     "adapters, merged and disabled": during(merged_and_disabled, "unmerge_adapter", partial(adapted, dropout=0.0)),
+    "a hook for one call": during(hooked_for_one_call, "hooks inside layer 0"),
     "closed": during(lambda m, o: (o.close(), o.step())),
     "closed, a state": during(lambda m, o: (o.close(), o.load_state_dict(o.state_dict())), "stream again"),
     **{f"norm {n}": during(lambda m, o, n=n: o.clip_grad_norm_(n), repr(n)) for n in (-1.0, "1", True, None, math.nan)},
