@@ -122,9 +122,10 @@ class NoTrace:
 def wrap_layers(layers: Sequence[nn.Module], trace: Callable[[], Trace | NoTrace], recompute: bool) -> None:
     """Record each call of a layer in what `trace()` then returns. recompute: in the backward, run the layers again"""
     for index, layer in enumerate(layers):
-        layer.forward = partial(_traced, index, layer.forward, trace)
-        if recompute:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        own = getattr(layer.forward, "own", layer.forward)  # if wrapped already, for a trainer that was not closed
+        traced = partial(_traced, index, own, trace)
+        layer.forward = partial(checkpoint, traced, use_reentrant=False) if recompute else traced
+        layer.forward.own = own
 
 
 def _traced(

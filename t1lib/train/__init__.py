@@ -17,7 +17,7 @@ from t1lib.memory import grow_segments
 from t1lib.models import PRESETS, build_model
 from t1lib.optimizers import OptimizerSpec, Precision, Schedule
 from t1lib.plan.cost import Choice
-from t1lib.train.engine import Engine
+from t1lib.train.engine import Engine, engine_of
 from t1lib.train.optimizer import StreamOptimizer, check_optimizer
 from t1lib.train.placing import check_choice
 
@@ -42,7 +42,8 @@ def stream(
             optimizer.step()
             optimizer.zero_grad()
 
-    model              on the CPU or the device; its layers move to pinned host memory, the rest to the device
+    model              on the CPU or the device; its layers move to pinned host memory, the rest to the device. If it
+                       streams already, that ends first, as by its optimizer's `close()`
     optimizer          `torch.optim.AdamW` or `SGD` with any groups, the model's only optimizer; its state is taken over
     gpu_memory         the most to reserve on the device, in bytes or as "15GiB", planned for the first training batch
                        or, for decoders such as Llama, for `plan_for`: (rows, tokens per row). None: two layers at a
@@ -78,8 +79,8 @@ def stream(
     """
     require(isinstance(model, nn.Module), f"model of type {type(model).__name__}; allowed: a torch.nn.Module")
     # An engine gives the model and its layers an `_apply` of their own.
-    twice = any("_apply" in vars(module) for module in model.modules())
-    require(not twice, "the model, or a part of it, is streamed already; call its optimizer's `close()` first")
+    former, streams = engine_of(model), any("_apply" in vars(module) for module in model.modules())
+    require(former is not None or not streams, "a part of the model is streamed; call its optimizer's `close()` first")
     empty = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
     require(not empty, "the model is on device 'meta', in whole or in part; allowed: on the CPU, not offloaded to disk")
     whole = micro_batch is None or is_whole(micro_batch, 1)
@@ -102,6 +103,8 @@ def stream(
     if choice is not None:
         check_choice(choice, len(stack))
         require(budget is None, "gpu_memory and choice: give one of them")
+    if former is not None:
+        former.close()
     grow_segments()
     engine = Engine(
         model, optimizer, stack, device=usable(device), precision=Precision(master_weights, moments),

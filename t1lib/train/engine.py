@@ -71,11 +71,10 @@ class Engine:
     def _install(self) -> None:
         """Move the layers' parameters to the host, the rest to the device, and make the layers run through `run`."""
         self.forwards = [layer.forward for layer in self.stack]
-        me = weakref.ref(self)  # so that a copy of the model has no copy of its engine
         for index, layer in enumerate(self.stack):
             self.host.append(HostLayer(self, index))
             self.streamed.update(map(id, self.host[-1].params.values()))
-            self._replace(layer, "forward", _Instead(me, Engine.run, index))
+            self._replace(layer, "forward", _Instead(self, Engine.run, index))
             self._replace(layer, "_apply", partial(_apply, self.layout.dtype, True, layer))
         for param in self.model.parameters():
             if id(param) not in self.streamed and param.device != self.device:
@@ -84,7 +83,7 @@ class Engine:
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self.device)
         trim_heap()  # gives back the memory that the layers occupied before they moved
-        self._replace(self.model, "zero_grad", _Instead(me, Engine.zero_grad))
+        self._replace(self.model, "zero_grad", _Instead(self, Engine.zero_grad))
         self._replace(self.model, "_apply", partial(_apply, self.layout.dtype, False, self.model))
         if hasattr(self.model, "config"):
             self.undo.callback(self.model.register_forward_pre_hook(refuse_recorded, with_kwargs=True).remove)
@@ -135,7 +134,7 @@ class Engine:
         if outer:
             self.outer = Outer(self, outer)
             if self.outer.embed is not None:
-                self._replace(self.outer.embed, "forward", _Instead(weakref.ref(self), Engine.look_up))
+                self._replace(self.outer.embed, "forward", _Instead(self, Engine.look_up))
         self.passes = Passes(self)
 
     def _drop_runners(self) -> None:
@@ -237,17 +236,19 @@ class Engine:
             self._drop_runners()
 
 
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine of a model that streams as a whole."""
+    return getattr(vars(model).get("zero_grad"), "engine", None)
+
+
 class _Instead:
     """Replaces a module's method with one of the engine's. index: of a layer, to be passed as the first argument"""
 
-    def __init__(self, engine: "weakref.ref[Engine]", method: Callable[..., Any], *index: int) -> None:
-        self._engine, self._method, self._index = engine, method, index
+    def __init__(self, engine: Engine, method: Callable[..., Any], *index: int) -> None:
+        self.engine, self._method, self._index = engine, method, index
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self._engine()
-        gone = "the model's optimizer is gone: keep what `stream` returned as long as the model runs"
-        require(engine is not None, gone)
-        return self._method(engine, *self._index, *args, **kwargs)
+        return self._method(self.engine, *self._index, *args, **kwargs)
 
     def __reduce__(self) -> Any:  # `copy.deepcopy` and `pickle` come here
         raise T1Error("a copy of a streamed model would run the original's layers: copy its state_dict()")

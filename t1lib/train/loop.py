@@ -28,6 +28,7 @@ from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.timing import NoTrace, PhaseTimer, Trace, wrap_layers
 from t1lib.train import usable
 from t1lib.train.batch import Piece, Ranks, check, pieces_of
+from t1lib.train.engine import engine_of
 from t1lib.train.resident import ResidentOptimizer, check_saved, make_optimizer, state_in
 from t1lib.train.update import norms_of, shown_state, take_state
 
@@ -52,7 +53,7 @@ class StepRecord:
 class Trainer:
     """Trains those parameters of a causal language model that require a gradient; modes gpu and ckpt.
 
-    model            from `build_model`; the trainer places it and owns it until `close`
+    model            from `build_model`; the trainer places it and owns it until `close`, or until another one is made
     device           where the model computes: a CUDA device, or the CPU (default: a GPU if there is one)
     head             one of `t1lib.heads.HEADS`, with `head_options`, of `HEAD_OPTIONS`
     optimizer        an `OptimizerSpec`, or "sgd" or "adamw" for one with default values
@@ -102,7 +103,8 @@ class Trainer:
             require(not lost, f"loss 'mean_square' ends before {lost[:1]}: it would get no gradient; freeze it")
         else:
             require_plain_loss(model)
-        self._forwards = {module: vars(module).get("forward") for module in (*self.parts.layers, self.parts.norm)}
+        if (former := engine_of(model)) is not None:
+            former.close()
         self._place(**own)
         if loss == "mean_square":
             self.parts.norm.forward = lambda hidden: hidden
@@ -297,8 +299,7 @@ class Trainer:
         """Wait for updates that are pending or running: in mode slide, `step` returns before they end."""
 
     def close(self) -> None:
-        """Release the model: layers and last norm run their own `forward` again. Weights stay where they are."""
+        """Release the model: layers and last norm run their class's `forward` again. Weights stay where they are."""
         self.closed = True
-        for module, forward in self._forwards.items():
-            vars(module).pop("forward", None)
-            vars(module).update({} if forward is None else {"forward": forward})
+        for module in (*self.parts.layers, self.parts.norm):
+            module.__dict__.pop("forward", None)

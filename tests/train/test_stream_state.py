@@ -79,6 +79,24 @@ def test_a_run_goes_on_elsewhere(source, target, optimizer):
             assert_same_state(own, usual)
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_a_cell_that_streams_a_model_runs_again(place):
+    """As in a notebook, where nobody holds the first optimizer any more: plain PyTorch would go on from the weights."""
+    plain, model, batches = llama(), llama(), data(3)
+    expected = [train(plain, adamw(plain), batches) for _ in range(2)]
+    for losses in expected:
+        optimizer = adamw(model)
+        gc.collect()
+        model, optimizer = stream(model, optimizer, **place)
+        assert train(model, optimizer, batches) == losses
+    engine = weakref.ref(optimizer._engine)
+    with streaming(model):
+        del optimizer
+        assert_same_weights(model, plain)
+        gc.collect()
+        assert engine() is None
+
+
 def test_a_closed_model_its_copy_and_the_model_streamed_again_train_on():
     """After `close()` nothing is left of the streaming: not in the model, not in a copy of it, not on the device."""
     plain, _, expected = six_steps(qwen3)
