@@ -86,7 +86,8 @@ def stream(
     whole = micro_batch is None or is_whole(micro_batch, 1)
     require(whole, f"micro_batch={shown(micro_batch)}; allowed: 1 or more, whole numbers, or None")
     check_optimizer(optimizer, model)
-    begun = any(param.grad is not None for param in model.parameters())
+    kept = former.unstreamed() if former is not None and former.in_backward else model.parameters()
+    begun = any(param.grad is not None for param in kept)
     require(not begun, "the model has gradients; allowed: a model without, as after zero_grad()")
     require(head is None or isinstance(head, dict), f"head={shown(head)}; allowed: a dict, or None")
     if head is not None:

@@ -79,7 +79,7 @@ def test_a_run_goes_on_elsewhere(source, target, optimizer):
             assert_same_state(own, usual)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [*PLACES, {"update_in_backward": True}])
 def test_a_cell_that_streams_a_model_runs_again(place):
     """As in a notebook, where nobody holds the first optimizer any more: plain PyTorch would go on from the weights."""
     plain, model, batches = llama(), llama(), data(3)
