@@ -88,8 +88,7 @@ def saved_by(call: Callable[[], object], weights: Iterable[torch.Tensor]) -> int
 
 
 def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
-    """Bytes per token that a decoder layer saves for its backward, excluding weights, in rows of `seq` tokens: found by
-    running a layer, once for each configuration."""
+    """Bytes per token that a decoder layer saves for a backward beside weights, in rows of `seq`: one layer is run."""
     key = type(config), config.to_json_string(use_diff=False), config._attn_implementation, dtype, seq
     if key not in _SAVED:
         small = copy.deepcopy(config)
