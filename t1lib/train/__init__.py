@@ -104,13 +104,11 @@ def stream(
     if choice is not None:
         check_choice(choice, len(stack))
         require(budget is None, "gpu_memory and choice: give one of them")
-    if former is not None:
-        former.close()
     grow_segments()
     engine = Engine(
         model, optimizer, stack, device=usable(device), precision=Precision(master_weights, moments),
         micro_batch=micro_batch, in_backward=update_in_backward, accumulate=accumulate, overlap=overlap, budget=budget,
-        plan_for=plan_for, choice=choice, head=head,
+        plan_for=plan_for, choice=choice, head=head, former=former,
     )  # fmt: skip
     return model, engine.optimizer
 

@@ -29,12 +29,13 @@ from t1lib.train.schedule import Schedule
 
 class Engine:
     """One streamed model. Its layers call `run`, its optimizer `step`. Arguments are as in `stream`; budget: bytes of
-    gpu_memory"""
+    gpu_memory; former: the model's engine so far, closed once nothing but too little host memory can be refused"""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, stack: Sequence[nn.Module], *, device: torch.device,
         precision: Precision, micro_batch: int | None, in_backward: bool, accumulate: bool, overlap: bool,
         budget: int | None, plan_for: tuple[int, int] | None, choice: Choice | None, head: dict[str, Any] | None,
+        former: "Engine | None",
     ) -> None:  # fmt: skip
         self.model, self.stack, self.device, self.precision = model, list(stack), device, precision
         self.micro_batch, self.in_backward, self.overlap, self.budget = micro_batch, in_backward, overlap, budget
@@ -48,6 +49,8 @@ class Engine:
         params = dict(self.stack[0].named_parameters())  # as in all layers
         order = sorted(streamed, key=lambda n: groups.get(id(params[n]), 0))  # a group's parameters side by side
         self.layout = Layout({n: params[n] for n in order})
+        if former is not None:
+            former.close()
         require_host_memory(self, choice)
         self.host: list[HostLayer] = []
         self.streamed: set[int] = set()  # ids of the parameters on the host
@@ -61,9 +64,10 @@ class Engine:
         elif choice is None and plan_for is not None:
             choice = planned(self, None, *plan_for)
         try:
-            self._install()
-            if choice is not None:
-                self.place(choice)
+            with uninterrupted():  # else a layer could be half on the host
+                self._install()
+                if choice is not None:
+                    self.place(choice)
         except BaseException:
             self.close()
             raise
@@ -220,20 +224,21 @@ class Engine:
 
     def close(self) -> None:
         """Give the model back as an ordinary one."""
-        if self.closed:
-            return
-        self.closed = True
-        try:
-            for held in self.host:
-                held.recover()
-                held.accept_writes(assigned=True)
-            self.drain()
-        finally:
-            for held in self.host:
-                held.give_back()
-            self.host, self.streamed = [], set()
-            self.undo.close()
-            self._drop_runners()
+        with uninterrupted():  # else pending updates would be lost, or the model would stay half a streamed one
+            if self.closed:
+                return
+            self.closed = True
+            try:
+                for held in self.host:
+                    held.recover()
+                    held.accept_writes(assigned=True)
+                self.drain()
+            finally:
+                for held in self.host:
+                    held.give_back()
+                self.host, self.streamed = [], set()
+                self.undo.close()
+                self._drop_runners()
 
 
 def engine_of(model: nn.Module) -> Engine | None:

@@ -103,11 +103,14 @@ class Trainer:
             require(not lost, f"loss 'mean_square' ends before {lost[:1]}: it would get no gradient; freeze it")
         else:
             require_plain_loss(model)
-        if (former := engine_of(model)) is not None:
+        # Earlier trainers of this model may not have been closed. (`stream` closes what streams.)
+        if mode != "slide" and (former := engine_of(model)) is not None:
             former.close()
+        if vars(self.parts.norm).get("forward") is _unchanged:
+            del self.parts.norm.forward
         self._place(**own)
         if loss == "mean_square":
-            self.parts.norm.forward = lambda hidden: hidden
+            self.parts.norm.forward = _unchanged
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -301,5 +304,9 @@ class Trainer:
     def close(self) -> None:
         """Release the model: layers and last norm run their class's `forward` again. Weights stay where they are."""
         self.closed = True
-        for module in (*self.parts.layers, self.parts.norm):
+        for module in (*self.parts.layers, self.parts.norm) if engine_of(self.model) is None else ():
             module.__dict__.pop("forward", None)
+
+
+def _unchanged(hidden: Tensor) -> Tensor:
+    return hidden

@@ -229,6 +229,19 @@ def test_a_cell_that_makes_a_trainer_runs_again_in_any_mode():
     assert found[0] == found[1]
 
 
+def test_of_two_trainers_of_a_model_the_second_is_right():
+    """Whatever loss the first one had, and if it is closed later."""
+    batch, losses = ragged(1)[0], []
+    for first in ({"mode": "gpu"}, {"mode": "slide"}, {"mode": "gpu", "loss": "mean_square"}):
+        one = REPORTS()
+        earlier = make_trainer(one, **first)
+        trainer = make_trainer(one, "slide" if "loss" not in first else "gpu")
+        if "loss" not in first:
+            earlier.close()
+        losses.append(trainer.step(batch).loss)
+    assert len(set(losses)) == 1
+
+
 @pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide"])
 def test_a_closed_trainer_gives_the_model_back(mode):
     one, plain, batch = model(), model(), ragged(1)[0]

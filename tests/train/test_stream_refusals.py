@@ -463,6 +463,13 @@ def test_what_is_refused_changes_nothing():
         for again in (model.model, nn.ModuleList([model])):
             refused(lambda again=again: streamed_with(again), "a part of the model is streamed")
         refused(lambda: streamed_with(qwen3(), optimizer))  # which streams another model
+        for again in (
+            {"moments": "fp8"},
+            {"master_weights": "half"},
+            {"device": "cuda:99"},
+            {"optimizer": sgd(qwen3())},
+        ):
+            refused(lambda again=again: streamed_with(model, **again))  # and it goes on streaming
         refused(lambda: copy.deepcopy(model), "copy its state_dict()")
         refused(lambda: model.bfloat16(), "bfloat16", "before `stream`")
         refused(lambda: torch.save(model, "/dev/null"), "state_dict()")

@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import product
 from types import FrameType
@@ -398,6 +398,28 @@ def test_an_interrupt_at_any_line(options, times):
     count = interrupt_at(0, options)
     for part in range(times):
         interrupt_at(1 + part * count // times, options)
+
+
+def stream_again(at: int, options: dict[str, Any]) -> int:
+    """Interrupt a cell that streams a model again, while an update is under way, at its line number `at`."""
+    plain, model = blocks(), blocks()
+    train(plain, adamw(plain), BATCHES[:2])
+    train(model, stream_cases.streamed_with(model, **options)[1], BATCHES[:2])
+    with suppress(KeyboardInterrupt), interrupted(at) as lines:
+        stream_cases.streamed_with(model, **options)
+    with streaming(model, **options) as (_, own):
+        assert_same_weights(model, plain)
+        assert train(model, own, BATCHES[2:4]) == train(plain, adamw(plain), BATCHES[2:4])
+    return lines[0]
+
+
+@pytest.mark.parametrize("times", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", PLACES)
+def test_an_interrupt_while_a_model_is_streamed_again(options, times):
+    """No update is lost, and no half of a streamed model is left."""
+    count = stream_again(0, options)
+    for part in range(times):
+        stream_again(1 + part * count // times, options)
 
 
 def leave(options: dict[str, Any], end: str) -> list[weakref.ref]:
