@@ -114,6 +114,10 @@ def test_models_that_are_refused():
     model.gradient_checkpointing_disable()
     first_backward(model)
     untouched(model, lambda: streamed_with(model), "has gradients")
+    for options in ({}, {"update_in_backward": True}):  # the latter leaves only gradients of embedding, norm and head
+        with streaming(llama(), **options) as (model, _):
+            first_backward(model)
+            refused(lambda model=model: streamed_with(model), "has gradients")
 
 
 def test_what_layers_return_and_take():
