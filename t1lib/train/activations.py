@@ -114,10 +114,11 @@ class Saved:
         return [[own.get(name) or False for name in SWITCHES] for own in map(vars, modules)]
 
     @staticmethod
-    def hooks_of(layer: nn.Module) -> list[int]:
-        """How many hooks each module inside the layer has that may give it other arguments. PEFT sets such hooks for
-        one call of the model (aLoRA's offsets, names of adapters): a recomputation would lack them."""
-        return [len(module._forward_pre_hooks_with_kwargs) for module in [*layer.modules()][1:]]
+    def hooks_of(modules: list[nn.Module]) -> list[int]:
+        """How many hooks each of a layer's modules, but the first, itself, has that may give it other arguments. PEFT
+        sets such hooks for one call of the model (aLoRA's offsets, adapters' names): a recomputation would lack
+        them."""
+        return [len(module._forward_pre_hooks_with_kwargs) for module in modules[1:]]
 
 
 class Inputs:

@@ -54,6 +54,7 @@ class Trainer:
     """Trains those parameters of a causal language model that require a gradient; modes gpu and ckpt.
 
     model            from `build_model`; the trainer places it and owns it until `close`, or until another one is made
+                     (after one of mode fsdp, a new model is needed)
     device           where the model computes: a CUDA device, or the CPU (default: a GPU if there is one)
     head             one of `t1lib.heads.HEADS`, with `head_options`, of `HEAD_OPTIONS`
     optimizer        an `OptimizerSpec`, or "sgd" or "adamw" for one with default values

@@ -100,8 +100,8 @@ class Passes:
         version, graphs = 0 if held is None else held.version, [] if keep else None
         rows = None if has_cache(whole) else self.engine.micro_batch
         given, outputs = without_caches(whole.args, whole.kwargs), []
-        hooks = Saved.hooks_of(self.stack[index])
-        saved = Saved(self.device, Saved.modes_of(modules), hooks, version, rows, given, graphs=graphs)
+        modes, hooks = Saved.modes_of(modules), Saved.hooks_of(modules)
+        saved = Saved(self.device, modes, hooks, version, rows, given, graphs=graphs)
         try:
             self._schedule.bind(index)
             noted = () if held is None else held.params.values()
@@ -284,11 +284,11 @@ class _Layer(torch.autograd.Function):
         require(not partly, "autograd.grad, or backward(inputs=…), through streamed layers; allowed: loss.backward()")
         saved, hidden = ctx.saved, None
         require(saved is not None, "a second backward through a streamed layer; run the forward again")
-        layer = ctx.passes.stack[ctx.index]
-        same = saved.modes == Saved.modes_of(layer.modules())
+        modules = [*ctx.passes.stack[ctx.index].modules()]
+        same = saved.modes == Saved.modes_of(modules)
         found = f"layer {ctx.index} was put into training or evaluation mode, or its adapters were switched, between"
         require(same, f"{found} its forward and its backward; allowed: before or after both")
-        same = saved.graphs is not None or saved.hooks == Saved.hooks_of(layer)
+        same = saved.graphs is not None or saved.hooks == Saved.hooks_of(modules)
         found = f"hooks inside layer {ctx.index} that are given keyword arguments were added or removed between"
         require(same, f"{found} its forward and its backward, as PEFT does for aLoRA; allowed: before or after both")
         ctx.saved = None  # so that somebody who keeps the loss keeps nothing else of the batch
