@@ -178,11 +178,14 @@ def _(upstream, lse, *call):
 
 
 def _filled(tensors: Tensors, gradients: Sequence[Tensor | bool | None]) -> tuple[Tensor, ...]:
-    """Gradients like their operands: uninitialised for True, empty for None, because operators return tensors."""
+    """Gradients like their operands: uninitialised for True, empty for None, because operators return tensors. Views
+    only if they must be: to add another gradient in place, autograd has to have the only reference to the memory."""
     found = []
     for t, g in zip((tensors.input, tensors.linear_weight, tensors.linear_bias), gradients, strict=True):
-        g = t.new_empty(t.shape) if g is True else g
-        found.append(g.reshape(t.shape).to(t.dtype) if isinstance(g, Tensor) else tensors.input.new_empty(0))
+        if isinstance(g, Tensor):
+            found.append((g if g.shape == t.shape else g.reshape(t.shape)).to(t.dtype))
+        else:
+            found.append(t.new_empty(t.shape) if g else tensors.input.new_empty(0))
     return tuple(found)
 
 

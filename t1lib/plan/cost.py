@@ -24,8 +24,7 @@ LEAVING = 2  # latest layer inputs that stay on the device: a copy to the host m
 BACKWARD = 3.1  # tensors of a layer's inner width that its backward holds beside its saved activations (measured)
 FORWARD = 4  # tensors of that width that the forward of a layer holds if it saves nothing
 NORM = 6, 12  # tensors of the hidden states' size that the last norm holds: beside the output layer; in its backward
-# What the allocator reserves per live byte, and in gaps as a share of the largest tensor: as expected, and at most
-# (no point of notebook frontier's committed run reserved more).
+# What is reserved per live byte, and in gaps as a share of the largest tensor: as expected, at most (in `frontier`).
 EXPECTED, MOST = (1.003, 0.62), (1.03, 1.0)
 
 # For the prediction of time.
@@ -39,8 +38,7 @@ ATTENTION = 0.814  # rate of causal attention over long rows, relative to `Machi
 UPDATE = 2.0  # rate of a fused update on the device, relative to `Machine.memory` (measured)
 ALONE = 2.5  # rate of updates by a CPU that does nothing else, relative to `Machine.update` (measured)
 BESIDE = 0.08  # share by which the layers' backward slows down if all their state travels beside it (measured)
-# Time of a forward beside which the layers' state travels, relative to the link's own time: without updates by the CPU,
-# and with some, as CPU and link share the host's memory (measured; how far off it is: docs/streaming.md)
+# Time of a forward beside which state travels, over the link's own: without updates by the CPU, and with (measured)
 CROWDED = 1.05, 1.2
 HELD_UP = 0.1  # how long the host's updates delay a backward, as a share of their time: launches need its cores
 NEAR = 8  # exponent of a smooth maximum, by which two lanes of similar length delay each other (measured)
@@ -188,7 +186,7 @@ class _OnDevice:
 
     def end(self) -> Any:
         """The end of the backward."""
-        embedding = 2 * self.work.tied * self.work.itemsize  # its gradient, and its sum with the output layer's
+        embedding = (2 - self.work.in_place) * self.work.tied * self.work.itemsize  # its gradient; perhaps a sum
         outside = np.maximum(self.outer_in_backward + np.maximum(self.again, embedding), self.outer)
         return self.resident_grads + self.waiting_grads + outside
 
@@ -201,6 +199,9 @@ class _OnDevice:
 def reserved_bytes(work: Work, allocated: Any, choice: Choice, most: bool = False) -> Any:
     """Bytes that the allocator reserves on the device for a peak of `allocated` bytes: as expected, or at most."""
     spread, gap = MOST if most else EXPECTED
+    # Gradients that wait among micro-batches' tensors, or weights that leave and return, break up free memory.
+    scattered = (waiting_layers(work, choice) > 0) & (work.pieces > 1 or choice.outer == "host")
+    gap = gap * (1 + (most & scattered))
     weights = max(work.layer, work.largest * (work.outer > 0)) * work.itemsize
     activations = 2 * work.micro_tokens * work.inner * work.itemsize  # two tensors of the layer's inner width
     # The graphs of layers reserve what a recomputation and a backward hold.
@@ -223,8 +224,7 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
     """Time of a step in a mode other than fsdp: forward, head, backward, and updates of what is on the device."""
     phases, (one, _) = _Phases(work, choice, machine), _layer_ms(work, machine)
     forward, backward = phases.forward(), phases.backward()
-    # The first layer that streams in the next step waits for the link.
-    waits = np.maximum(phases.copies - backward - first_streamed(work, choice) * one, 0)
+    waits = np.maximum(phases.copies - backward - first_streamed(work, choice) * one, 0)  # the next first layer
     step = forward + _head_ms(work, machine) + backward + waits + phases.end()
     host = phases.streamed * choice.host_share * _host_update_ms(work, machine)
     return step if work.together else np.maximum(step + HELD_UP * host, host)

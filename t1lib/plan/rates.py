@@ -23,9 +23,7 @@ class Machine:
 
     name: str = "H200"
     link: float = 50e9  # bytes/s over the link in each direction, with copies in both at once
-    # Bytes/s that the host's optimizer updates move while a step runs. That of slow hosts (measured: 16 to 40 GB/s): a
-    # step gains little if updates are quicker than planned, but waits for them if they are slower.
-    update: float = 20e9
+    update: float = 20e9  # bytes/s that the host's updates move beside a step: slow hosts', as steps wait for those
     flops: float = 700e12  # operations/s of large matrix products
     memory: float = 1.5e12  # bytes/s of the device's elementwise operations
     launch_ms: float = 1.0  # host time to launch an eager layer's forward

@@ -44,6 +44,7 @@ class Work:
     inner: int = 0  # width of a layer's widest activation
     head: int = 0  # parameters of the output layer, if the loss uses it
     tied: int = 0  # of them, those that are also the embedding's, and trained
+    in_place: bool = False  # whether the embedding's gradient is added to that which the output layer made of them
     largest: int = 0  # elements of the largest parameter
     vocabulary: int = 0  # rows of the output layer
     logits: int = 0  # bytes of the output layer's largest tensor, if that is the logits as a whole
@@ -202,4 +203,5 @@ def with_head(
     elif size <= 4:
         need = fused_bytes(tokens, vocabulary, work.hidden, size, held, chunks, tail, filter_eps is None)
         held = min(need, need if chunks else held, 12 * count)
-    return replace(work, workspace=held, logits=4 * count * (head == "full"), head_moves=moved)
+    logits, in_place = 4 * count * (head == "full"), head in ("chunked", "fused")
+    return replace(work, workspace=held, logits=logits, head_moves=moved, in_place=in_place)

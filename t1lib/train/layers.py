@@ -128,8 +128,8 @@ def streamed_names(layers: Sequence[nn.Module], groups: Container[int]) -> list[
 class Gradients:
     """The gradients of one layer, from the backwards that make them to the update that reads them.
 
-    Each backward sums them in `slot`, on the device; from there they go to `flat`, on the host, or wait in `pieces` on
-    the device. Once somebody has looked at one, copies of all count instead (`seen`): whoever holds those may change
+    Each backward sums them in `slot`, on the device; from there they go to `flat`, on the host, or to `waiting`, on the
+    device. Once somebody has looked at one, copies of all count instead (`seen`): whoever holds those may change
     them. Parameters named in `absent` have none, whatever lies in these buffers; `forget` makes that all of them.
     """
 
@@ -137,12 +137,12 @@ class Gradients:
         self._layer, self._layout = layer, layer.layout
         self.slot: Slot | None = None  # set by the schedule if the layer is trained
         self.flat: Tensor | None = None  # made when it is first needed
-        self.pieces: list[Tensor] | None = None
+        self.waiting: Tensor | None = None  # as `flat`
         self.seen: dict[str, Tensor] | None = None  # on the host, by name; none of those in `absent`
         self.absent = set(self._layout.shapes)  # parameters whose gradient is None
         self.scale: Tensor | None = None  # clipping's factor, by which gradients have yet to be multiplied
         self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
-        self.arrived: Mark = None  # when `flat` or `pieces` are complete and, if an update reads them, have been read
+        self.arrived: Mark = None  # when `flat` or `waiting` is complete and, if an update reads it, has been read
         self.reached: set[str] = set()  # parameters that the last backward gave a gradient
         self.backward: int | None = None  # autograd's number of the layer's last backward since the last step
 
@@ -168,11 +168,9 @@ class Gradients:
             return {}
         self._layer.finish_update(self._layer)
         wait_for(self.arrived)
-        if self.pieces is not None:
-            homes = self.buffer().split([len(piece) for piece in self.pieces])
-            for home, piece in zip(homes, self.pieces, strict=True):  # joined, they would take device memory
-                home.copy_(piece)
-            self.pieces = None
+        if self.waiting is not None:
+            self.buffer().copy_(self.waiting)
+            self.waiting = None
         found = self.seen
         if found is None:
             found = {name: view for name, view in self._layout.views(self.flat).items() if name not in self.absent}

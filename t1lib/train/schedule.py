@@ -114,13 +114,13 @@ class Schedule:
             self.fetch(layer, backward)
         self.thread.wait(layer.index)
         self.compute.after(layer.slot.filled)
-        if layer.grads.pieces is not None and not backward:
+        if layer.grads.waiting is not None and not backward:
             # The forward's inputs need these gradients' memory. Those still wanted, and later ones, go to the host.
             if layer.grads.any:
                 layer.grads.complete()
                 self._keep_on_device = False
             self.compute.after(layer.grads.arrived)  # an update may still be reading them
-            layer.grads.pieces = None
+            layer.grads.waiting = None
         layer.bind(layer.slot.views)
 
     def release(self, index: int, backward: bool = False, around: bool = False, follows: bool = True) -> None:
@@ -201,10 +201,10 @@ class Schedule:
             grads.update_seen(slot.views)  # the host waits for it
             slot.freed = slot.filled
         elif self._keep_on_device and layer.travels:
-            grads.pieces = self.travel.cut(slot.flat)
+            grads.waiting = slot.flat.clone()
             slot.freed, grads.arrived, grads.scale = self.compute.mark(), None, None
         else:
-            grads.arrived, grads.scale, grads.pieces = self._send(layer, grads.buffer(), "gradients"), None, None
+            grads.arrived, grads.scale, grads.waiting = self._send(layer, grads.buffer(), "gradients"), None, None
 
     def _update_in_slot(self, layer: HostLayer) -> None:
         """Update the weights in their slot, by a rule without state; copied over the gradients, they leave."""
@@ -263,13 +263,13 @@ class Schedule:
         self.finish_update(layer)
         layer.update_master()
         grads = layer.grads
-        given, scale, mark = grads.pieces or grads.gather(), grads.scale, None
+        given, scale, mark = grads.gather() if grads.waiting is None else grads.waiting, grads.scale, None
         if layer.travels:
             mark = self.compute.mark()
         elif scale is not None and scale.is_cuda:
             scale, mark = self._on_host(scale)
         pending = Update(given, layer.count_update(rules), (grads.arrived, mark), not grads.absent, scale)
-        copied = layer.travels and grads.pieces is None
+        copied = layer.travels and grads.waiting is None
         if not copied and not layer.state.keys() & {"master", "low"}:
             grads.scale = None  # this update multiplies the gradients themselves
         if layer.travels:
@@ -329,6 +329,6 @@ class Schedule:
             layer.update_master()
 
     def device_tensors(self) -> list[Tensor]:
-        waiting = [piece for layer in self._order for piece in layer.grads.pieces or ()]
+        waiting = [layer.grads.waiting for layer in self._order if layer.grads.waiting is not None]
         pieces = [buffer for room in self.travel.rooms for buffer in room.buffers.values()]
         return [*(slot.flat for slot in (*self.weights, *self.grads)), *waiting, *pieces]

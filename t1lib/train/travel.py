@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class Update(NamedTuple):
-    grads: Tensor | list[Tensor]  # flat, on the host (they come in with the state) or device; or pieces by `Travel.cut`
+    grads: Tensor  # flat, on the device, or on the host: then they come in with the state
     spans: list[Span]
     known: Sequence[Mark]  # to wait for before gradients and their factor are read
     whole: bool  # whether the spans cover everything: then masters rebuild the weights, which need not come in
@@ -80,12 +80,6 @@ class Travel:
         self._turns = cycle(self.rooms)
         self._scratch = Scratch()
 
-    def cut(self, flat: Tensor) -> list[Tensor]:
-        """A copy of a flat tensor in pieces, some of which share an allocation: small ones would waste a quarter of the
-        allocator's segments, and large ones would not fit where inputs were."""
-        blocks = flat.split(TOGETHER * self._size)
-        return [piece for block in blocks for piece in block.clone().split(self._size)]
-
     def pieces(self, numel: int) -> list[slice]:
         """Slices that cut `numel` elements into pieces that fit a `Room`."""
         return [slice(start, min(start + self._size, numel)) for start in range(0, numel, self._size)]
@@ -96,8 +90,7 @@ class Travel:
         inward, lane, outward = self.lanes
         given = given._replace(there=given.there or traveller.flat is None)
         rebuilt = given.there or ("master" in traveller.state and given.whole)
-        waited = isinstance(given.grads, list)
-        come_too = not waited and not given.grads.is_cuda and "grad" in self.rooms[0].buffers
+        come_too = not given.grads.is_cuda and "grad" in self.rooms[0].buffers
         leaves = traveller.on_host()
         comes = {key: flat for key, flat in leaves.items() if key != "weight" or not rebuilt}
         comes |= {"grad": given.grads} if come_too else {}
@@ -118,10 +111,10 @@ class Travel:
                         torch._foreach_copy_([here[key] for key in comes], there, non_blocking=True)
                     underway.append((at, here, room, inward.mark()))
             with lane.active():
-                for number, (at, here, _, arrived) in enumerate(underway, start):
+                for at, here, _, arrived in underway:
                     lane.after(arrived)
                     with self._engine.trace.span("update", "device update", traveller.index):
-                        grad = here["grad"] if come_too else given.grads[number if waited else at]
+                        grad = here["grad"] if come_too else given.grads[at]
                         self._update(at, here, leaves.keys(), grad, given)
                     marks.append(lane.mark())
             with outward.active():

@@ -44,6 +44,14 @@ def test_agrees_with_full(reduction, name):
     agrees(p, own={"chunks": 2}, reduction=reduction, **options(name, p))
 
 
+def test_the_weights_gradient_is_no_view():
+    """Autograd could not add the embedding's gradient to that of a tied weight in place, and would make a third."""
+    p = single(20, 70, 24, bias=False)
+    loss = linear_cross_entropy(p.e.requires_grad_(), p.w.requires_grad_(), p.target)
+    (made,) = (tensor for tensor in loss.grad_fn.saved_tensors if tensor.shape == p.w.shape)
+    assert not made._is_view()
+
+
 @pytest.mark.parametrize("first", [0, *slowly([10, 20, 30])])
 def test_calls_drawn_by_chance(first):
     contract.test_calls_drawn_by_chance(first, "fused", (24, 150, 40))

@@ -94,6 +94,18 @@ def test_workspace_is_kept(head, own, tokens, budget, name):
     assert workspace_of(p, lambda e, w: linear_cross_entropy(e, w, p.target, **kwargs)) <= parse_bytes(budget)
 
 
+@pytest.mark.parametrize("head", ["chunked", "fused"])
+def test_the_gradients_of_a_tied_weight_are_summed_in_place(head):
+    """Beside the output layer's gradient, which the forward made, there is the embedding's, and no third."""
+    w = torch.randn(20000, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    ids = torch.randint(20000, (64,), device="cuda")
+    loss = linear_cross_entropy(torch.nn.functional.embedding(ids, w), w, ids, head=head, workspace="16MiB")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss.backward()
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * w.nbytes
+
+
 @pytest.mark.parametrize("head, own", [*CHUNKED, ("fused", {"chunks": 2})], ids=str)
 @plain_or_all
 @pytest.mark.parametrize("reduction", REDUCTIONS)
