@@ -178,8 +178,8 @@ def _(upstream, lse, *call):
 
 
 def _filled(tensors: Tensors, gradients: Sequence[Tensor | bool | None]) -> tuple[Tensor, ...]:
-    """Gradients like their operands: uninitialised for True, empty for None, because operators return tensors. Views
-    only if they must be: to add another gradient in place, autograd has to have the only reference to the memory."""
+    """Gradients like their operands: uninitialised for True, empty for None, because operators return tensors. The
+    weight's is no view: autograd adds the embedding's to it in place only if nothing else refers to its memory."""
     found = []
     for t, g in zip((tensors.input, tensors.linear_weight, tensors.linear_bias), gradients, strict=True):
         if isinstance(g, Tensor):

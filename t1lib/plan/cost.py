@@ -24,7 +24,7 @@ LEAVING = 2  # latest layer inputs that stay on the device: a copy to the host m
 BACKWARD = 3.1  # tensors of a layer's inner width that its backward holds beside its saved activations (measured)
 FORWARD = 4  # tensors of that width that the forward of a layer holds if it saves nothing
 NORM = 6, 12  # tensors of the hidden states' size that the last norm holds: beside the output layer; in its backward
-# What is reserved per live byte, and in gaps as a share of the largest tensor: as expected, at most (in `frontier`).
+# Reserved per live byte, and in gaps as a share of the largest tensor: as expected; at most, if no gradients wait.
 EXPECTED, MOST = (1.003, 0.62), (1.03, 1.0)
 
 # For the prediction of time.
@@ -199,7 +199,7 @@ class _OnDevice:
 def reserved_bytes(work: Work, allocated: Any, choice: Choice, most: bool = False) -> Any:
     """Bytes that the allocator reserves on the device for a peak of `allocated` bytes: as expected, or at most."""
     spread, gap = MOST if most else EXPECTED
-    # Gradients that wait among micro-batches' tensors, or weights that leave and return, break up free memory.
+    # Gradients that wait break up free memory among tensors of many sizes: micro-batches', or weights that return.
     scattered = (waiting_layers(work, choice) > 0) & (work.pieces > 1 or choice.outer == "host")
     gap = gap * (1 + (most & scattered))
     weights = max(work.layer, work.largest * (work.outer > 0)) * work.itemsize

@@ -137,7 +137,7 @@ class Gradients:
         self._layer, self._layout = layer, layer.layout
         self.slot: Slot | None = None  # set by the schedule if the layer is trained
         self.flat: Tensor | None = None  # made when it is first needed
-        self.waiting: Tensor | None = None  # as `flat`
+        self.waiting: Tensor | None = None  # a copy of the slot's
         self.seen: dict[str, Tensor] | None = None  # on the host, by name; none of those in `absent`
         self.absent = set(self._layout.shapes)  # parameters whose gradient is None
         self.scale: Tensor | None = None  # clipping's factor, by which gradients have yet to be multiplied

@@ -269,7 +269,7 @@ class Schedule:
         elif scale is not None and scale.is_cuda:
             scale, mark = self._on_host(scale)
         pending = Update(given, layer.count_update(rules), (grads.arrived, mark), not grads.absent, scale)
-        copied = layer.travels and grads.waiting is None
+        copied = layer.travels and not given.is_cuda  # they come in with the state
         if not copied and not layer.state.keys() & {"master", "low"}:
             grads.scale = None  # this update multiplies the gradients themselves
         if layer.travels:

@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class Update(NamedTuple):
-    grads: Tensor  # flat, on the device, or on the host: then they come in with the state
+    grads: Tensor  # flat; those in the CPU's memory come in with the state
     spans: list[Span]
     known: Sequence[Mark]  # to wait for before gradients and their factor are read
     whole: bool  # whether the spans cover everything: then masters rebuild the weights, which need not come in

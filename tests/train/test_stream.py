@@ -159,6 +159,7 @@ EVERYWHERE: dict[str, dict[str, Any]] = {  # wherever layers, state, gradients a
     "a parameter that is the optimizer's alone": case(
         odd.with_scale, loss=odd.scaled, clip=odd.clip_all_of_the_optimizer
     ),
+    "clipped gradients to which more are added": case(qwen3, sgd, clip=own_clip, zero=lambda m: None),
     "a gradient that is kept": case(qwen3, clip=odd.keep_first),
     "a gradient that is kept, dropped by layers": case(qwen3, clip=odd.keep_first, zero=lambda m: m.model.zero_grad()),
 }
