@@ -24,7 +24,7 @@ LEAVING = 2  # latest layer inputs that stay on the device: a copy to the host m
 BACKWARD = 3.1  # tensors of a layer's inner width that its backward holds beside its saved activations (measured)
 FORWARD = 4  # tensors of that width that the forward of a layer holds if it saves nothing
 NORM = 6, 12  # tensors of the hidden states' size that the last norm holds: beside the output layer; in its backward
-# Reserved per live byte, and in gaps as a share of the largest tensor: as expected; at most, if no gradients wait.
+# Reserved per live byte, and in gaps as a share of the largest tensor: as expected, and at most (see `frontier`).
 EXPECTED, MOST = (1.003, 0.62), (1.03, 1.0)
 
 # For the prediction of time.
@@ -185,8 +185,8 @@ class _OnDevice:
         return np.maximum(begins, grads + self.waiting + self.again)
 
     def end(self) -> Any:
-        """The end of the backward."""
-        embedding = (2 - self.work.in_place) * self.work.tied * self.work.itemsize  # its gradient; perhaps a sum
+        """The end of the backward: of a tied weight, the embedding's gradient and, unless made in place, the sum."""
+        embedding = (2 - self.work.in_place) * self.work.tied * self.work.itemsize
         outside = np.maximum(self.outer_in_backward + np.maximum(self.again, embedding), self.outer)
         return self.resident_grads + self.waiting_grads + outside
 
@@ -199,7 +199,7 @@ class _OnDevice:
 def reserved_bytes(work: Work, allocated: Any, choice: Choice, most: bool = False) -> Any:
     """Bytes that the allocator reserves on the device for a peak of `allocated` bytes: as expected, or at most."""
     spread, gap = MOST if most else EXPECTED
-    # Gradients that wait break up free memory among tensors of many sizes: micro-batches', or weights that return.
+    # Gradients that wait, among micro-batches' tensors or weights that return, break up free memory: up to twice.
     scattered = (waiting_layers(work, choice) > 0) & (work.pieces > 1 or choice.outer == "host")
     gap = gap * (1 + (most & scattered))
     weights = max(work.layer, work.largest * (work.outer > 0)) * work.itemsize
@@ -224,7 +224,7 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
     """Time of a step in a mode other than fsdp: forward, head, backward, and updates of what is on the device."""
     phases, (one, _) = _Phases(work, choice, machine), _layer_ms(work, machine)
     forward, backward = phases.forward(), phases.backward()
-    waits = np.maximum(phases.copies - backward - first_streamed(work, choice) * one, 0)  # the next first layer
+    waits = np.maximum(phases.copies - backward - first_streamed(work, choice) * one, 0)  # before the next step
     step = forward + _head_ms(work, machine) + backward + waits + phases.end()
     host = phases.streamed * choice.host_share * _host_update_ms(work, machine)
     return step if work.together else np.maximum(step + HELD_UP * host, host)

@@ -23,7 +23,7 @@ class Machine:
 
     name: str = "H200"
     link: float = 50e9  # bytes/s over the link in each direction, with copies in both at once
-    update: float = 20e9  # bytes/s that the host's updates move beside a step: slow hosts', as steps wait for those
+    update: float = 20e9  # bytes/s that the host's updates move in a step: a slow host's, as a quicker gains little
     flops: float = 700e12  # operations/s of large matrix products
     memory: float = 1.5e12  # bytes/s of the device's elementwise operations
     launch_ms: float = 1.0  # host time to launch an eager layer's forward
