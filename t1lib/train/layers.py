@@ -229,6 +229,7 @@ class HostLayer(Traveller):
         self.grads = Gradients(self)
         self.views = layout.weights(self.flat)
         self.bound = False  # whether the parameters, or some of them, point at the device: see `bind`
+        self.read: Mark = None  # when the copies queued so far have read the host's weights
         self.touched = False  # somebody may have written to the host's weights
         self.written = False  # somebody did, as far as is known, and the master has yet to follow
         self.version = 0  # how many updates have begun
@@ -276,8 +277,7 @@ class HostLayer(Traveller):
     def visit(self) -> None:
         """Somebody looks at the weights, and may change them: finish the update, and wait for all copies."""
         self.finish_update(self)
-        if self.slot is not None and self.slot.holds is self:
-            wait_for(self.slot.filled)
+        wait_for(self.read)
         wait_for(self.left)
         self.touched = True
 

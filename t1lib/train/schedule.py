@@ -102,7 +102,7 @@ class Schedule:
 
     def _copy_in(self, layer: HostLayer, phase: str, trace: NoTrace) -> None:
         slot, span = layer.slot, trace.span("in", phase, layer.index)
-        slot.filled = self.inward.copy(slot.flat, layer.flat, span, slot.freed, layer.left)
+        slot.filled = layer.read = self.inward.copy(slot.flat, layer.flat, span, slot.freed, layer.left)
 
     def bind(self, index: int, backward: bool = False) -> None:
         """Point the layer's parameters at its slot, which the device finds filled."""
@@ -293,6 +293,7 @@ class Schedule:
 
     def _update_on_host(self, layer: HostLayer, pending: Update, trace: NoTrace) -> None:
         """On the update thread, once the gradients have arrived."""
+        wait_for(layer.read)  # an evaluation since the backward may not have run yet
         with trace.span("update", "update", layer.index, host=True):
             for at, rule, count in pending.spans:
                 state = {key: flat[at] for key, flat in layer.state.items()}

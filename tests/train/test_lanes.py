@@ -7,8 +7,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from stream_cases import streaming
+from stream_loops import evaluated, model_loss
+from stream_models import LAYERS, data, llama
 
-from t1lib.train.lanes import UpdateThread
+from t1lib.plan.cost import Choice
+from t1lib.train import schedule
+from t1lib.train.lanes import Lane, UpdateThread
 
 
 def arrival(here: bool) -> SimpleNamespace:
@@ -50,3 +55,44 @@ def test_nobody_waits_for_a_job_that_never_ends():
     with pytest.raises(RuntimeError, match="after shutdown"):
         thread.submit(1, lambda: None)
     assert 1 not in thread._last
+
+
+def queued(monkeypatch):
+    """Let copies to and from a device be made at once, but count as under way until somebody waits for them; returns
+    their marks, by the tensor that is read."""
+    reading: dict[int, SimpleNamespace] = {}
+
+    def copy(lane, to, source, span, *marks):
+        to.copy_(source)
+        reading[id(source)] = arrival(False)
+        return reading[id(source)]
+
+    monkeypatch.setattr(Lane, "copy", copy)
+    monkeypatch.setattr(Lane, "after", lambda *given: None)
+    return reading
+
+
+def test_whoever_writes_weights_waits_for_the_copies_that_read_them(monkeypatch):
+    """Also where another layer has come into the slot since."""
+    reading, model = queued(monkeypatch), llama()
+    with streaming(model, choice=Choice(slots=1)) as (streamed, own):
+        model_loss(streamed, data(1)[0]).backward()
+        for held in own._engine.host:
+            with torch.no_grad():
+                next(iter(held.params.values())).mul_(0.9)
+            assert reading[id(held.flat)].query()
+
+
+def test_an_update_by_the_cpu_waits_for_an_evaluation(monkeypatch):
+    reading, model, seen = queued(monkeypatch), llama(), []
+
+    def noted(weights, *given):
+        layers = [held for held in own._engine.host if held.flat.data_ptr() == weights[0].data_ptr()]
+        seen.extend(reading[id(held.flat)].query() for held in layers)
+
+    with streaming(model, choice=Choice(slots=1, host_share=1.0)) as (streamed, own):
+        monkeypatch.setattr(schedule, "update", noted)
+        model_loss(streamed, data(1)[0]).backward()
+        evaluated(streamed)
+        own.step()
+    assert seen == [True] * LAYERS
