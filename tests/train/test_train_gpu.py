@@ -11,7 +11,7 @@ import torch
 from copies import wait_for
 from refusals import refused
 from stream_cases import Masters, assert_same_weights, case, compare, held_bytes, pieces, streaming, weights
-from stream_loops import adamw, model_loss, own_clip, sgd, train, two_forwards
+from stream_loops import adamw, evaluated, model_loss, own_clip, sgd, train, two_forwards
 from stream_models import MODELS, adapted, blocks, data, layers_of, llama, partly_used, qwen3
 from torch import nn
 
@@ -76,6 +76,29 @@ def test_a_device_that_is_busy_when_buffers_are_made(monkeypatch):
         with streaming(model, sgd(model), device=DEVICE, gpu_memory="2GiB") as (streamed, own):
             torch.cuda._sleep(400_000_000)  # cycles
             assert train(streamed, own, BATCHES[:2]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_that_are_written_while_copies_of_them_are_queued(monkeypatch):
+    """By the loop after a backward, and by the CPU's update after an evaluation: neither has run yet."""
+    monkeypatch.setattr(graphs, "LIMIT", 0)  # to capture a graph waits for the device
+    plain, model, found = llama().to(DEVICE), llama(), []
+    with streaming(model, sgd(model), device=DEVICE, choice=Choice(slots=1, host_share=1.0)) as (streamed, own):
+        for each, optimizer in ((plain, sgd(plain)), (streamed, own)):
+            train(each, optimizer, BATCHES[:1])
+            loss = model_loss(each, BATCHES[1])
+            torch.cuda._sleep(400_000_000)  # cycles
+            loss.backward()
+            with torch.no_grad():
+                for param in layers_of(each)[2].parameters():
+                    param.mul_(0.5)
+            norm = own_clip(each, optimizer)
+            torch.cuda.synchronize()
+            torch.cuda._sleep(400_000_000)
+            with torch.no_grad():
+                last = model_loss(each, BATCHES[2])
+            optimizer.step()
+            found.append([norm.item(), last.item(), evaluated(each)])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 def test_an_aborted_step(monkeypatch):
