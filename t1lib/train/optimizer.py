@@ -211,7 +211,7 @@ class StreamOptimizer(ResidentOptimizer):
         return [*there, *engine.model.buffers(), *state, *own]
 
     def drain(self) -> None:
-        """Wait until all updates have ended, and new weights are on the host."""
+        """Wait until all updates and copies of weights have ended: the host has the weights, and nothing reads them."""
         self._engine.drain()
 
     def close(self) -> None:

@@ -321,11 +321,12 @@ class Schedule:
         self.thread.wait(layer.index)
 
     def drain(self) -> None:
-        """Wait for all updates, and for weights on their way to the host."""
+        """Wait for all updates, and for weights on their way to the host or from there."""
         for layer in self._order:
             layer.accept_writes()
             self.finish_update(layer)
         for layer in self._order:
+            wait_for(layer.read)
             wait_for(layer.left)
             layer.update_master()
 

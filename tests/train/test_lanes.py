@@ -81,6 +81,10 @@ def test_whoever_writes_weights_waits_for_the_copies_that_read_them(monkeypatch)
             with torch.no_grad():
                 next(iter(held.params.values())).mul_(0.9)
             assert reading[id(held.flat)].query()
+        own.zero_grad()
+        model_loss(streamed, data(1)[0]).backward()
+        own.drain()  # then also writes to aliases are safe
+        assert all(reading[id(held.flat)].query() for held in own._engine.host)
 
 
 def test_an_update_by_the_cpu_waits_for_an_evaluation(monkeypatch):
