@@ -116,8 +116,9 @@ class StreamOptimizer(ResidentOptimizer):
         require(not self._engine.in_backward, "clip_grad_norm_ with update_in_backward=True, which updates before it")
         total = self.grad_norm()
         coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for layer in self._engine.host:
-            layer.grads.multiply(coefficient)
+        with self._engine.alone():
+            for layer in self._engine.host:
+                layer.grads.multiply(coefficient)
         grads = [p.grad for p in self._engine.unstreamed() if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, coefficient)

@@ -222,6 +222,7 @@ class Schedule:
         slot = layer.grads.slot
         slot.filled = self.compute.mark()
         self.release(layer.index, backward=True, follows=not self._read_slots)
+        layer.update_master()
         spans = layer.count_update(self._rules())
         layer.update = Update(slot.flat, spans, (slot.filled,), not layer.grads.absent)
         slot.freed = self._update_on_device(layer)
@@ -278,7 +279,7 @@ class Schedule:
         if layer.slot.holds is layer:
             layer.slot.holds = None  # stale from here on
         job = partial(self._update_on_host, layer, pending, self.engine.trace)
-        self.thread.submit(layer.index, job, *pending.known)
+        self.thread.submit(layer.index, job, *pending.known, layer.read)  # an evaluation may not have run yet
         if not self.engine.overlap:
             self.thread.wait(layer.index)
 
@@ -293,7 +294,6 @@ class Schedule:
 
     def _update_on_host(self, layer: HostLayer, pending: Update, trace: NoTrace) -> None:
         """On the update thread, once the gradients have arrived."""
-        wait_for(layer.read)  # an evaluation since the backward may not have run yet
         with trace.span("update", "update", layer.index, host=True):
             for at, rule, count in pending.spans:
                 state = {key: flat[at] for key, flat in layer.state.items()}
@@ -316,9 +316,10 @@ class Schedule:
 
     def finish_update(self, layer: HostLayer) -> None:
         """Queue the layer's update if one is pending on the device; wait for the CPU's if there is one."""
-        if layer.update is not None:
-            self._update_on_device(layer)
-        self.thread.wait(layer.index)
+        with self.engine.alone():
+            if layer.update is not None:
+                self._update_on_device(layer)
+            self.thread.wait(layer.index)
 
     def drain(self) -> None:
         """Wait for all updates, and for weights on their way to the host or from there."""

@@ -2,9 +2,10 @@
 
 On a CPU, a lane's work is done at once, in program order, so a missing wait changes no value. Vector clocks follow the
 order instead. Lanes and threads are actors. A lane's work comes after all that the thread that queues it knows of; a
-mark carries what its lane knew to whoever waits for it, and a job what its thread knew to another one. Two accesses to
-the same bytes by different actors, of which at least one writes, are a race if the later actor does not know of the
-earlier access. Watched is what lives from step to step, in the host's memory and in what would be the device's.
+mark carries what its lane knew to whoever waits for it, and a job what the thread that submits it knows to the update
+thread, and back to whoever waits for the job. Two accesses to the same bytes by different actors, of which at least one
+writes, are a race if the later actor does not know of the earlier access. Watched is what lives from step to step, in
+the host's memory and in what would be the device's; not memory that is freed and used again, nor CUDA graphs.
 """
 
 import threading
@@ -28,6 +29,7 @@ from t1lib.train.schedule import Schedule
 
 Clock = dict[str, int]
 COMPUTE = "the compute lane"
+COPY, TO_COPY = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
 VALUELESS = ("aten.detach", "aten.empty", "aten.new_", "aten._has_compatible_shallow_copy_type")  # these read no values
 
 
@@ -74,7 +76,9 @@ class Races:
         """An operation, of the lane that is active, or by where the tensors lie of the compute lane or the thread."""
         touched = [(tensor, writes) for tensor, writes in _touched(func, args, kwargs) if tensor.numel()]
         whose = {memory[2] for tensor, _ in touched if (memory := self.memory(tensor.data_ptr()))}
-        actor = getattr(self.lane, "name", None) or (COMPUTE if "the device" in whose else thread())
+        queued = func in (COPY, TO_COPY) and (kwargs.get("non_blocking") or args[2:] == (True,))
+        on_device = queued or "the device" in whose
+        actor = getattr(self.lane, "name", None) or (COMPUTE if on_device else thread())
         with self._lock:
             self.learn(actor, self._clocks[thread()])
             clock = self._clocks[actor]
@@ -83,8 +87,7 @@ class Races:
                 start, last = tensor.data_ptr(), zip(tensor.shape, tensor.stride(), strict=True)
                 stop = start + (1 + sum((size - 1) * stride for size, stride in last)) * tensor.itemsize
                 self._check(Access(actor, clock[actor], start, stop, writes, str(func)), clock)
-        waits = func is torch.ops.aten.copy_.default and not (args[2:] or kwargs.get("non_blocking"))
-        if waits and len(whose) == 2:
+        if func is COPY and not queued and len(whose) == 2:  # a copy between both waits for the device
             self.learn(thread(), self.knows(actor))
 
     def _check(self, now: Access, clock: Clock) -> None:
@@ -157,8 +160,10 @@ def lane_of(races: Races) -> dict[str, Any]:
     @contextmanager
     def active(self: Lane) -> Iterator[None]:
         before, races.lane.name = getattr(races.lane, "name", None), self.own.name
-        yield
-        races.lane.name = before
+        try:
+            yield
+        finally:
+            races.lane.name = before
 
     def mark(self: Lane) -> Mark:
         races.learn(self.own.name, races.knows(thread()))
@@ -188,9 +193,11 @@ def thread_of(races: Races) -> dict[str, Any]:
         races.learn(thread(), ended.get(number, {}))
 
     def followed(self: UpdateThread, number: int, job: Callable[[], None]) -> None:
-        if number in self._last and self._last[number].done():
-            waited(self, number)
-        then(self, number, job)
+        def after() -> None:
+            races.learn(thread(), ended.get(number, {}))
+            job()
+
+        then(self, number, after)
 
     return {"submit": submitted, "wait": waited, "then": followed}
 
@@ -231,7 +238,6 @@ def watched(races: Races) -> Iterator[None]:
         stack.enter_context(then(Engine, "_make_runners", made))
         stack.enter_context(then(Schedule, "_keep_gradients", kept))
         stack.enter_context(then(Gradients, "update_seen", has_waited))
-        stack.enter_context(then(OuterParam, "accept_writes", has_waited))
         stack.enter_context(patch.object(OuterParam, "release", lambda held: None))  # memory stays where it is
         stack.enter_context(Watching(races))
         yield

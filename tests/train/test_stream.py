@@ -4,6 +4,7 @@ loop looks at or changes in between, has the bits of a plain PyTorch model, in f
 import math
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,13 +15,14 @@ import pytest
 import stream_models
 import stream_odd as odd
 import torch
-from stream_cases import PLACES, Masters, case, compare, masters, pieces, streaming
+from stream_cases import PLACES, Masters, assert_same_weights, case, compare, masters, pieces, streaming
 from stream_loops import RATES, adamw, evaluated, grouped, model_loss, own_clip, sgd, torch_clip, train, two_forwards
 from stream_models import MODELS, adapted, blocks, changed, data, frozen, llama, partly_used, qwen3
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
 from t1lib.plan.cost import Choice
+from t1lib.train.travel import Travel
 
 OUTER = Choice(outer="host")
 FROZEN = {
@@ -205,6 +207,29 @@ def test_the_allocator_is_asked_for_expandable_segments_unless_the_environment_s
         plain = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}
         with patch.dict(os.environ, plain | given, clear=True), streaming(blocks()):
             assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == expected
+
+
+def test_another_thread_begins_an_update_meanwhile():
+    """It evaluates, and is in the middle of an update that was pending; whoever looks must not begin it once more."""
+    plain, model, begun = blocks(), blocks(), threading.Event()
+    train(plain, adamw(plain), data(1))
+
+    def slowly(travel: Travel, layer: Any, *given: Any) -> Any:
+        yield from by_piece(travel, layer, *given)
+        if layer.index == 2 and not begun.is_set():
+            begun.set()
+            time.sleep(0.2)
+
+    by_piece = Travel.by_piece
+    with streaming(model) as (streamed, own), ThreadPoolExecutor(1) as pool:
+        train(streamed, own, data(1))
+        weight = streamed.blocks[2].up.weight
+        with patch.object(Travel, "by_piece", slowly):
+            evaluating = pool.submit(evaluated, streamed)
+            begun.wait()
+            weight.norm()
+            evaluating.result()
+        assert_same_weights(streamed, plain)
 
 
 def test_another_thread_evaluates_meanwhile():

@@ -23,7 +23,7 @@ from copies import wait_for
 from refusals import refused
 from stream_cases import assert_same_state, assert_same_weights, going_on, six_steps, streaming, weights
 from stream_loops import RATES, adamw, grouped, model_loss, own_clip, sgd, train
-from stream_models import blocks, data, last_hidden, llama, qwen3
+from stream_models import blocks, data, last_hidden, layers_of, llama, qwen3
 from torch import Tensor, nn
 
 from t1lib.measure.probes import AllocatorTimeline
@@ -323,6 +323,19 @@ def test_an_interrupt_before_an_update_leaves_no_stale_weights():
         with broken, torch.no_grad(), pytest.raises(KeyboardInterrupt):
             model_loss(streamed, BATCHES[1])
         assert torch.equal(streamed.blocks[2](hidden), plain.blocks[2](hidden))
+
+
+def test_an_update_in_the_backward_begins_with_weights_that_were_written():
+    """Not with the masters from before."""
+    model = llama(torch.bfloat16)
+    with streaming(model, adamw(model, lr=1e-6), update_in_backward=True) as (streamed, own):
+        train(streamed, own, BATCHES[:1])
+        with torch.no_grad():
+            for param in layers_of(streamed).parameters():
+                param.fill_(0.25)
+        train(streamed, own, BATCHES[:1])
+        for param in layers_of(streamed).parameters():
+            torch.testing.assert_close(param, torch.full_like(param, 0.25))
 
 
 def test_an_evaluation_sends_no_layer_twice():

@@ -11,7 +11,7 @@ import torch
 from copies import wait_for
 from refusals import refused
 from stream_cases import Masters, assert_same_weights, case, compare, held_bytes, pieces, streaming, weights
-from stream_loops import adamw, evaluated, model_loss, own_clip, sgd, train, two_forwards
+from stream_loops import adamw, evaluated, model_loss, own_clip, sgd, torch_clip, train, two_forwards
 from stream_models import MODELS, adapted, blocks, data, layers_of, llama, partly_used, qwen3
 from torch import nn
 
@@ -91,7 +91,7 @@ def test_weights_that_are_written_while_copies_of_them_are_queued(monkeypatch):
             with torch.no_grad():
                 for param in layers_of(each)[2].parameters():
                     param.mul_(0.5)
-            norm = own_clip(each, optimizer)
+            norm = torch_clip(each, optimizer)  # gradients are on the host then, so that an update could begin at once
             torch.cuda.synchronize()
             torch.cuda._sleep(400_000_000)
             with torch.no_grad():
