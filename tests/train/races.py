@@ -13,6 +13,7 @@ from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -153,9 +154,10 @@ class Stream:
 
 def lane_of(races: Races) -> dict[str, Any]:
     """What replaces methods of `Lane`."""
+    numbers = count()
 
     def __init__(self: Lane, device: torch.device, own_stream: bool, urgent: bool = False) -> None:
-        self.own = Stream(races, f"lane {id(self)}" if own_stream else COMPUTE)
+        self.own = Stream(races, f"lane {next(numbers)}" if own_stream else COMPUTE)
 
     @contextmanager
     def active(self: Lane) -> Iterator[None]:
@@ -206,7 +208,7 @@ def thread_of(races: Races) -> dict[str, Any]:
 def watched(races: Races) -> Iterator[None]:
     """Look for races in what a model does that is streamed in this context."""
 
-    def then(owner: Any, name: str, do: Callable[..., None]) -> Any:
+    def with_each(owner: Any, name: str, do: Callable[..., None]) -> Any:
         """Let `do` run after a function, with its result and its arguments."""
         function = getattr(owner, name)
 
@@ -234,10 +236,10 @@ def watched(races: Races) -> Iterator[None]:
             for name, method in methods.items():
                 stack.enter_context(patch.object(owner, name, method))
         for module in (activations, layers, outer, schedule):
-            stack.enter_context(then(module, "pinned_zeros", lambda found, *given: races.watch(found, "the host")))
-        stack.enter_context(then(Engine, "_make_runners", made))
-        stack.enter_context(then(Schedule, "_keep_gradients", kept))
-        stack.enter_context(then(Gradients, "update_seen", has_waited))
+            stack.enter_context(with_each(module, "pinned_zeros", lambda found, *given: races.watch(found, "the host")))
+        stack.enter_context(with_each(Engine, "_make_runners", made))
+        stack.enter_context(with_each(Schedule, "_keep_gradients", kept))
+        stack.enter_context(with_each(Gradients, "update_seen", has_waited))
         stack.enter_context(patch.object(OuterParam, "release", lambda held: None))  # memory stays where it is
         stack.enter_context(Watching(races))
         yield
