@@ -187,8 +187,9 @@ class OnHost:
     def _give_back(self) -> None:
         """Let the buffer be used again, once the copies have ended; also after a forward without a backward."""
         if self._buffer is not None:
-            buffer, self._buffer, self._tensor = self._buffer, None, None
+            held, buffer, self._buffer, self._tensor = self._tensor, self._buffer, None, None
             self._inputs.compute.after(self._left, self._back)
+            del held  # not before: its memory may be reused from here on
             self._left = self._back = None
             self._inputs.free[buffer.shape, buffer.dtype].append(buffer)
 

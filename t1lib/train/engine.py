@@ -150,23 +150,30 @@ class Engine:
     @torch.compiler.disable
     def run(self, index: int, *args: Any, **kwargs: Any) -> Tensor:
         """Run layer `index` as the model calls it. If there is no plan yet, the first call that trains makes it."""
-        hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), ())
-        require(isinstance(hidden, Tensor), f"layer {index} was called without a tensor of hidden states first")
-        if not self.placed:
-            trains = torch.is_grad_enabled()
-            with torch.inference_mode(False):  # buffers are for training, too; this enables gradients
-                if trains:
-                    fits = hidden.dim() > 1 and hidden.numel() > 0
-                    require(fits, f"gpu_memory, and a first batch of {tuple(hidden.shape)}; allowed: rows of tokens")
-                    piece = Piece(hidden, *without_caches(args, kwargs))  # a layer is run on it to see what it saves
-                    self.place(planned(self, piece, *hidden.shape[:2]))
-                elif self.schedule is None:
-                    self._make_runners(Choice(), trains=False)
-        return self.passes.run(index, hidden, args, kwargs)
+        with self.alone():
+            if self.closed:  # by another thread, since the model called this
+                return self.forwards[index](*args, **kwargs)
+            hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), ())
+            require(isinstance(hidden, Tensor), f"layer {index} was called without a tensor of hidden states first")
+            if not self.placed:
+                self._place_for(hidden, args, kwargs)
+            return self.passes.run(index, hidden, args, kwargs)
+
+    def _place_for(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the plan for a layer's first arguments if they train; else only what runs the layers."""
+        trains = torch.is_grad_enabled()
+        with torch.inference_mode(False):  # buffers are for training, too; this enables gradients
+            if trains:
+                fits = hidden.dim() > 1 and hidden.numel() > 0
+                require(fits, f"gpu_memory, and a first batch of {tuple(hidden.shape)}; allowed: rows of tokens")
+                piece = Piece(hidden, *without_caches(args, kwargs))  # a layer is run on it to see what it saves
+                self.place(planned(self, piece, *hidden.shape[:2]))
+            elif self.schedule is None:
+                self._make_runners(Choice(), trains=False)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Held to run a layer, and to step: another thread may want to evaluate. A layer that is bound although none
+        """Held to run a layer, to step, to look or to close: another thread may want to evaluate. A layer that is bound although none
         runs was left so by an interrupt."""
         within = self._lock._is_owned()
         with self._lock:
@@ -224,7 +231,7 @@ class Engine:
 
     def close(self) -> None:
         """Give the model back as an ordinary one."""
-        with uninterrupted():  # else pending updates would be lost, or the model would stay half a streamed one
+        with uninterrupted(), self.alone():  # else pending updates would be lost, or the model would stay half closed
             if self.closed:
                 return
             self.closed = True

@@ -166,17 +166,18 @@ class Gradients:
         pending update reads them first. As the caller may change them, their norms are no longer known."""
         if not self.any:
             return {}
-        self._layer.finish_update(self._layer)
-        wait_for(self.arrived)
-        if self.waiting is not None:
-            self.buffer().copy_(self.waiting)
-            self.waiting = None
-        found = self.seen
-        if found is None:
-            found = {name: view for name, view in self._layout.views(self.flat).items() if name not in self.absent}
-        if self.scale is not None:
-            torch._foreach_mul_(list(found.values()), self.scale.to("cpu"))
-        self.arrived = self.scale = self.norms = None
+        with self._layer.alone():  # another thread's evaluation may bring them to the host, too
+            self._layer.finish_update(self._layer)
+            wait_for(self.arrived)
+            if self.waiting is not None:
+                self.buffer().copy_(self.waiting)
+                self.waiting = None
+            found = self.seen
+            if found is None:
+                found = {name: view for name, view in self._layout.views(self.flat).items() if name not in self.absent}
+            if self.scale is not None:
+                torch._foreach_mul_(list(found.values()), self.scale.to("cpu"))
+            self.arrived = self.scale = self.norms = None
         return found
 
     def gather(self) -> Tensor:
@@ -234,7 +235,7 @@ class HostLayer(Traveller):
         self.written = False  # somebody did, as far as is known, and the master has yet to follow
         self.version = 0  # how many updates have begun
         self.update: Update | None = None  # waits to be queued on the device
-        self.keeps_gradients = not engine.in_backward
+        self.keeps_gradients, self.alone = not engine.in_backward, engine.alone
         # Set by the schedule: whether state travels to the device for updates, or the CPU makes them; what finishes an
         # update that is pending; and the layer's slot on the device.
         self.travels = False

@@ -59,8 +59,7 @@ class Passes:
         keys = [getattr(cache.layers[index], "keys", None) for cache in caches if index < len(cache.layers)]
         earlier = [found for found in keys if found is not None]  # keys of earlier tokens
         if not (trains or (grad and any(t.requires_grad for t in (hidden, *earlier)))):
-            with self.engine.alone():
-                return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
+            return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
         require(not earlier, "past_key_values that hold tokens, as in prefix tuning; to decode, use torch.no_grad()")
         self._refuse_to_train(index)
         if layer.training:  # caches stay empty, as under transformers' own checkpointing
@@ -269,8 +268,7 @@ class _Layer(torch.autograd.Function):
         ctx: Any, anchor: Tensor | None, hidden: Tensor, passes: Passes, index: int, args: Any, kwargs: Any
     ) -> Tensor:
         ctx.passes, ctx.index, before = passes, index, hidden._version
-        with passes.engine.alone():
-            out, ctx.saved = passes.forward(index, Piece(hidden, args, kwargs), True, wanted=ctx.needs_input_grad[1])
+        out, ctx.saved = passes.forward(index, Piece(hidden, args, kwargs), True, wanted=ctx.needs_input_grad[1])
         require(hidden._version == before, f"layer {index} writes to its input, from which it is to be recomputed")
         kept = ctx.saved.graphs is not None or ctx.saved.input is not None
         ctx.save_for_backward(*([] if kept else [hidden]))

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
 from t1lib.plan.cost import Choice
+from t1lib.train.layers import Gradients
 from t1lib.train.travel import Travel
 
 OUTER = Choice(outer="host")
@@ -230,6 +231,48 @@ def test_another_thread_begins_an_update_meanwhile():
             weight.norm()
             evaluating.result()
         assert_same_weights(streamed, plain)
+
+
+def test_another_thread_evaluates_while_gradients_are_looked_at():
+    """It needs their room on the device, and so would bring them to the host, too."""
+    plain, model, threads = blocks(), blocks(), []
+
+    def slowly(grads: Gradients) -> Tensor:
+        if not threads:
+            threads.append(pool.submit(evaluated, model))
+            time.sleep(0.2)
+        return buffer(grads)
+
+    buffer = Gradients.buffer
+    with streaming(model, choice=Choice(grads="device")) as both, ThreadPoolExecutor(1) as pool:
+        for one, optimizer in (both, (plain, adamw(plain))):
+            model_loss(one, data(1)[0]).backward()
+            own_clip(one, optimizer)
+        with patch.object(Gradients, "buffer", slowly):
+            found = {name: param.grad for name, param in model.named_parameters()}
+        threads[0].result()
+        for name, param in plain.named_parameters():
+            assert torch.equal(found[name], param.grad), name
+
+
+def test_the_model_is_closed_while_another_thread_evaluates():
+    """The layer that runs keeps the weights of its slot until it ends; the rest run as ordinary ones."""
+    plain, model, within, places = blocks(), blocks(), threading.Event(), []
+
+    def wait(module: Any, *_: Any) -> None:
+        places.append(module.weight.data_ptr())
+        if not within.is_set():
+            within.set()
+            time.sleep(0.2)
+            places.append(module.weight.data_ptr())
+
+    with streaming(model) as (_, own), ThreadPoolExecutor(1) as pool:
+        model.blocks[1].up.register_forward_pre_hook(wait)
+        evaluating = pool.submit(evaluated, model)
+        within.wait()
+        own.close()
+        assert evaluating.result() == evaluated(plain)
+        assert places[0] == places[1] != places[2]
 
 
 def test_another_thread_evaluates_meanwhile():
