@@ -173,8 +173,8 @@ class Engine:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Held to run a layer, to step, to look or to close: another thread may want to evaluate. A layer that is bound although none
-        runs was left so by an interrupt."""
+        """Held to run a layer, to step, look or close: another thread may want to evaluate. A layer that is bound
+        although none runs was left so by an interrupt."""
         within = self._lock._is_owned()
         with self._lock:
             for held in () if within else self.host:
