@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # now: its defaults hold the group there is when it is imported, by the compiler later
 from torch import Tensor
 from torch.distributed import ProcessGroup
 

@@ -21,6 +21,7 @@ import head_cases
 import huggingface_models
 import torch
 import torch.distributed as dist
+from copies import python
 from head_cases import OPTION_SETS, REDUCTIONS, Problem, assert_close, least_of, options, problem, run, upstream_for
 from huggingface_models import batch, build, gradients
 from processes import SIZES, Cases, Outcomes, join, work
@@ -383,6 +384,23 @@ def compare_all(records: Records, device: torch.device, phase: str, tokens: int,
     differs = partial(linear_cross_entropy, single.e, single.w[own_rows(rows)], single.target, **call)
     refused(differs, "ranks disagree about softcap: ")
     records.put("all", phase, {"done": 1.0})
+
+
+ALONE = """
+import weakref, torch, torch.distributed as dist
+from t1lib.heads.parallel import linear_cross_entropy
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+hidden, weight, target = torch.randn(3, 8, requires_grad=True), torch.randn(9, 8), torch.arange(3)
+linear_cross_entropy(hidden, weight, target, group=dist.group.WORLD).backward()
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+print(group() is None)
+"""
+
+
+def test_a_new_process_ends_its_group(tmp_path):
+    """Else threads of gloo are left, which may abort the process as it ends."""
+    assert python("-c", ALONE, cwd=tmp_path) == "True\n"
 
 
 @pytest.mark.gpu
