@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -138,7 +138,7 @@ class Engine:
         if outer:
             self.outer = Outer(self, outer)
             if self.outer.embed is not None:
-                self._replace(self.outer.embed, "forward", _Instead(self, Engine.look_up))
+                self._replace(self.outer.embed, "forward", _Instead(self, Engine.look_up, self.outer.embed))
         self.passes = Passes(self)
 
     def _drop_runners(self) -> None:
@@ -150,9 +150,9 @@ class Engine:
     @torch.compiler.disable
     def run(self, index: int, *args: Any, **kwargs: Any) -> Tensor:
         """Run layer `index` as the model calls it. If there is no plan yet, the first call that trains makes it."""
-        with self.alone():
+        with self.alone:
             if self.closed:  # by another thread, since the model called this
-                return self.forwards[index](*args, **kwargs)
+                return self.stack[index].forward(*args, **kwargs)
             hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), ())
             require(isinstance(hidden, Tensor), f"layer {index} was called without a tensor of hidden states first")
             if not self.placed:
@@ -168,24 +168,25 @@ class Engine:
                 require(fits, f"gpu_memory, and a first batch of {tuple(hidden.shape)}; allowed: rows of tokens")
                 piece = Piece(hidden, *without_caches(args, kwargs))  # a layer is run on it to see what it saves
                 self.place(planned(self, piece, *hidden.shape[:2]))
-            elif self.schedule is None:
+            elif self.passes is None:
                 self._make_runners(Choice(), trains=False)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Held to run a layer, to step, look or close: another thread may want to evaluate. A layer that is bound
-        although none runs was left so by an interrupt."""
-        within = self._lock._is_owned()
-        with self._lock:
-            for held in () if within else self.host:
-                held.recover()
-            yield
+    @property
+    def alone(self) -> AbstractContextManager:
+        """The lock to hold while a layer runs, or to step or look: another thread may want to evaluate. It is a lock
+        itself, as an interrupt may leave a context manager written in Python entered. A layer that is bound although
+        none runs was left so by an interrupt."""
+        if not self._lock._is_owned():
+            with self._lock:
+                for held in self.host:
+                    held.recover()
+        return self._lock
 
     @torch.compiler.disable
-    def look_up(self, input: Tensor) -> Tensor:
+    def look_up(self, embed: nn.Module, input: Tensor) -> Tensor:
         """Run the embedding whose state is on the host; no other thread runs a layer meanwhile."""
-        with self.alone():
-            return self.outer.look_up(input)
+        with self.alone:
+            return embed.forward(input) if self.closed else self.outer.look_up(input)
 
     def step(self) -> None:
         """Begin an update of everything that has gradients."""
@@ -195,7 +196,7 @@ class Engine:
             early = "a step before the first forward, for which gpu_memory is planned; allowed: plan_for, or choice"
             require(not any(p.grad is not None for p in self.others()), early)
             return
-        with self.alone(), uninterrupted():
+        with self.alone, uninterrupted():
             for held in self.host:  # first: it may raise
                 held.accept_writes()
             self.optimizer.update(self.streamed | self.travelling)
@@ -223,7 +224,7 @@ class Engine:
         clear_gradients(self.unstreamed(), set_to_none)  # the optimizer may not have all of them
 
     def drain(self) -> None:
-        with self.alone():
+        with self.alone:
             if self.schedule is not None:
                 self.schedule.drain()
             if self.outer is not None:
@@ -231,7 +232,7 @@ class Engine:
 
     def close(self) -> None:
         """Give the model back as an ordinary one."""
-        with uninterrupted(), self.alone():  # else pending updates would be lost, or the model would stay half closed
+        with uninterrupted(), self._lock:  # else pending updates would be lost, or the model would stay half closed
             if self.closed:
                 return
             self.closed = True
@@ -254,13 +255,13 @@ def engine_of(model: nn.Module) -> Engine | None:
 
 
 class _Instead:
-    """Replaces a module's method with one of the engine's. index: of a layer, to be passed as the first argument"""
+    """Replaces a module's method with one of the engine's. which: the layer's index, or the module; passed first"""
 
-    def __init__(self, engine: Engine, method: Callable[..., Any], *index: int) -> None:
-        self.engine, self._method, self._index = engine, method, index
+    def __init__(self, engine: Engine, method: Callable[..., Any], *which: int | nn.Module) -> None:
+        self.engine, self._method, self._which = engine, method, which
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._method(self.engine, *self._index, *args, **kwargs)
+        return self._method(self.engine, *self._which, *args, **kwargs)
 
     def __reduce__(self) -> Any:  # `copy.deepcopy` and `pickle` come here
         raise T1Error("a copy of a streamed model would run the original's layers: copy its state_dict()")

@@ -166,7 +166,7 @@ class Gradients:
         pending update reads them first. As the caller may change them, their norms are no longer known."""
         if not self.any:
             return {}
-        with self._layer.alone():  # another thread's evaluation may bring them to the host, too
+        with self._layer.engine.alone:  # another thread's evaluation may bring them to the host, too
             self._layer.finish_update(self._layer)
             wait_for(self.arrived)
             if self.waiting is not None:
@@ -235,7 +235,7 @@ class HostLayer(Traveller):
         self.written = False  # somebody did, as far as is known, and the master has yet to follow
         self.version = 0  # how many updates have begun
         self.update: Update | None = None  # waits to be queued on the device
-        self.keeps_gradients, self.alone = not engine.in_backward, engine.alone
+        self.keeps_gradients, self.engine = not engine.in_backward, engine
         # Set by the schedule: whether state travels to the device for updates, or the CPU makes them; what finishes an
         # update that is pending; and the layer's slot on the device.
         self.travels = False

@@ -116,7 +116,7 @@ class StreamOptimizer(ResidentOptimizer):
         require(not self._engine.in_backward, "clip_grad_norm_ with update_in_backward=True, which updates before it")
         total = self.grad_norm()
         coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        with self._engine.alone():
+        with self._engine.alone:
             for layer in self._engine.host:
                 layer.grads.multiply(coefficient)
         grads = [p.grad for p in self._engine.unstreamed() if p.grad is not None]
@@ -129,8 +129,9 @@ class StreamOptimizer(ResidentOptimizer):
         """The Euclidean norm of all gradients, (), in the order and with the sums of `clip_grad_norm_`."""
         engine, exact = self._engine, self._engine.device.type == "cpu"
         norms: dict[int, Tensor] = {}
-        for layer in engine.host:
-            norms |= {id(layer.params[name]): norm for name, norm in layer.grads.norms_by_name().items()}
+        with engine.alone:  # an evaluation may bring gradients to the host, and forget their norms
+            for layer in engine.host:
+                norms |= {id(layer.params[name]): norm for name, norm in layer.grads.norms_by_name().items()}
         others = [p for p in engine.unstreamed() if p.grad is not None]
         for dtype in {p.grad.dtype for p in others}:
             alike = [p for p in others if p.grad.dtype == dtype]

@@ -316,7 +316,7 @@ class Schedule:
 
     def finish_update(self, layer: HostLayer) -> None:
         """Queue the layer's update if one is pending on the device; wait for the CPU's if there is one."""
-        with self.engine.alone():
+        with self.engine.alone:
             if layer.update is not None:
                 self._update_on_device(layer)
             self.thread.wait(layer.index)

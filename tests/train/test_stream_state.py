@@ -22,13 +22,14 @@ import torch
 from copies import wait_for
 from refusals import refused
 from stream_cases import assert_same_state, assert_same_weights, going_on, six_steps, streaming, weights
-from stream_loops import RATES, adamw, grouped, model_loss, own_clip, sgd, train
+from stream_loops import RATES, adamw, evaluated, grouped, model_loss, own_clip, sgd, train
 from stream_models import blocks, data, last_hidden, layers_of, llama, qwen3
 from torch import Tensor, nn
 
 from t1lib.measure.probes import AllocatorTimeline
 from t1lib.plan.cost import Choice
 from t1lib.train import activations, stream
+from t1lib.train.passes import Passes
 from t1lib.train.schedule import Schedule
 from t1lib.train.travel import Travel
 from t1lib.train.update import update
@@ -369,6 +370,42 @@ def interrupted(at: int) -> Iterator[list[int]]:
         yield lines
     finally:
         sys.settrace(before)
+
+
+@pytest.mark.parametrize("call", range(6))
+def test_an_interrupt_as_a_context_ends(call):
+    """The exception is kept, as notebooks do; another thread, such as autograd's, finds the lock free all the same."""
+    left = call
+
+    def trace(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal left
+        generator = getattr(frame.f_locals.get("self"), "gen", None)
+        if frame.f_code.co_name == "__exit__" and generator and "/t1lib/train/" in generator.gi_code.co_filename:
+            left -= 1
+            if left < 0:
+                sys.settrace(before)
+                signal.raise_signal(signal.SIGINT)
+
+    before = sys.gettrace()
+    with streaming(blocks()) as (streamed, own):
+        train(streamed, own, BATCHES[:1])
+        sys.settrace(trace)
+        try:
+            with pytest.raises(KeyboardInterrupt) as kept:
+                train(streamed, own, BATCHES[1:2])
+        finally:
+            sys.settrace(before)
+        other = threading.Thread(target=evaluated, args=(streamed,), daemon=True)
+        other.start()
+        other.join(10)
+        assert not other.is_alive(), kept
+
+
+def test_an_interrupt_while_a_plan_is_carried_out():
+    with streaming(blocks(), gpu_memory="1GiB") as (streamed, own):
+        with patch.object(Passes, "__init__", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            train(streamed, own, BATCHES[:1])
+        assert evaluated(streamed) == evaluated(blocks())
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
