@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--profile", default="auto", help="whose outputs (default: this machine's profile)")
     report.add_argument("--no-pdf", action="store_true", help="leave the reports' PDF files out")
 
-    commands.add_parser("check", help="hold claims.yaml against outputs/h200")
+    commands.add_parser("check", help="check claims.yaml against outputs/h200")
     _add_plan(commands.add_parser("plan", help="predict memory and time of a step for every mode and head"))
     _add_train(commands.add_parser("train", help="train a model on text: metrics, checkpoints"))
     return parser
