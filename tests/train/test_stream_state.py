@@ -348,6 +348,14 @@ def test_an_evaluation_sends_no_layer_twice():
     assert [call.args[1].index for call in copy_in.call_args_list] == [2, 0]
 
 
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where a shell has started the tests in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @contextmanager
 def interrupted(at: int) -> Iterator[list[int]]:
     """Ctrl-C before line number `at` of those that `t1lib.train` runs; gives the number of lines. Not where a context
