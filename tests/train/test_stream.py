@@ -5,8 +5,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,7 @@ import torch
 from stream_cases import PLACES, Masters, assert_same_weights, case, compare, masters, pieces, streaming
 from stream_loops import RATES, adamw, evaluated, grouped, model_loss, own_clip, sgd, torch_clip, train, two_forwards
 from stream_models import MODELS, adapted, blocks, changed, data, frozen, llama, partly_used, qwen3
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from t1lib.plan.cost import Choice
@@ -233,44 +234,43 @@ def test_another_thread_begins_an_update_meanwhile():
         assert_same_weights(streamed, plain)
 
 
+@contextmanager
+def evaluated_beside(model: nn.Module) -> Iterator[Callable[..., None]]:
+    """A function that, when it is first called, lets another thread begin an evaluation; in the end that has ended."""
+    begun: list[Future] = []
+
+    def begin(*_: Any) -> None:
+        if not begun:
+            begun.append(pool.submit(evaluated, model))
+            time.sleep(0.2)
+
+    with ThreadPoolExecutor(1) as pool:
+        yield begin
+        begun[0].result()
+
+
 def test_another_thread_evaluates_while_gradients_are_looked_at():
     """It needs their room on the device, and so would bring them to the host, too."""
-    plain, model, threads = blocks(), blocks(), []
-
-    def slowly(grads: Gradients) -> Tensor:
-        if not threads:
-            threads.append(pool.submit(evaluated, model))
-            time.sleep(0.2)
-        return buffer(grads)
-
-    buffer = Gradients.buffer
-    with streaming(model, choice=Choice(grads="device")) as both, ThreadPoolExecutor(1) as pool:
+    plain, model, buffer = blocks(), blocks(), Gradients.buffer
+    with streaming(model, choice=Choice(grads="device")) as both, evaluated_beside(model) as begin:
         for one, optimizer in (both, (plain, adamw(plain))):
             model_loss(one, data(1)[0]).backward()
             own_clip(one, optimizer)
-        with patch.object(Gradients, "buffer", slowly):
+        with patch.object(Gradients, "buffer", lambda grads: begin() or buffer(grads)):
             found = {name: param.grad for name, param in model.named_parameters()}
-        threads[0].result()
         for name, param in plain.named_parameters():
             assert torch.equal(found[name], param.grad), name
 
 
 def test_another_thread_evaluates_while_gradients_are_clipped():
     """It brings gradients to the host, whose norms are forgotten with that; they must not be left out."""
-    plain, model, threads = blocks(), blocks(), []
-
-    def slowly(grads: Gradients) -> None:
-        if not threads:
-            threads.append(pool.submit(evaluated, model))
-            time.sleep(0.2)
-
-    seen = property(slowly, lambda grads, value: None)  # nobody has seen any
-    with streaming(model, choice=Choice(grads="device")) as (_, own), ThreadPoolExecutor(1) as pool:
+    plain, model = blocks(), blocks()
+    with streaming(model, choice=Choice(grads="device")) as (_, own), evaluated_beside(model) as begin:
         for one in (model, plain):
             model_loss(one, data(1)[0]).backward()
+        seen = property(begin, lambda grads, value: None)  # nobody has seen any
         with patch.object(Gradients, "seen", seen, create=True):
             norm = own_clip(model, own)
-        threads[0].result()
         assert norm == torch_clip(plain, None)
 
 
