@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -64,7 +64,7 @@ class Engine:
         elif choice is None and plan_for is not None:
             choice = planned(self, None, *plan_for)
         try:
-            with uninterrupted():  # else a layer could be half on the host
+            with self.alone():
                 self._install()
                 if choice is not None:
                     self.place(choice)
@@ -100,7 +100,14 @@ class Engine:
         own[name] = value
 
     def place(self, choice: Choice) -> None:
-        """Make the buffers, and keep on the device what `choice` keeps there."""
+        """Make the buffers, and keep on the device what `choice` keeps there. If that fails, it closes the engine."""
+        try:
+            self._place(choice)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, choice: Choice) -> None:
         self._drop_runners()  # of the buffers that an evaluation made, if one came first
         stay = which_stay([held.trained for held in self.host], choice.resident)
         for held in compress(self.host, stay):
@@ -138,7 +145,7 @@ class Engine:
         if outer:
             self.outer = Outer(self, outer)
             if self.outer.embed is not None:
-                self._replace(self.outer.embed, "forward", _Instead(self, Engine.look_up, self.outer.embed))
+                self._replace(self.outer.embed, "forward", _Instead(self, Engine.look_up, self.outer.embed.forward))
         self.passes = Passes(self)
 
     def _drop_runners(self) -> None:
@@ -150,9 +157,9 @@ class Engine:
     @torch.compiler.disable
     def run(self, index: int, *args: Any, **kwargs: Any) -> Tensor:
         """Run layer `index` as the model calls it. If there is no plan yet, the first call that trains makes it."""
-        with self.alone:
-            if self.closed:  # by another thread, since the model called this
-                return self.stack[index].forward(*args, **kwargs)
+        with self.alone():
+            if self.closed:  # by another thread, since the model called this; or somebody kept this method
+                return self.forwards[index](*args, **kwargs)
             hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), ())
             require(isinstance(hidden, Tensor), f"layer {index} was called without a tensor of hidden states first")
             if not self.placed:
@@ -171,22 +178,19 @@ class Engine:
             elif self.passes is None:
                 self._make_runners(Choice(), trains=False)
 
-    @property
-    def alone(self) -> AbstractContextManager:
-        """The lock to hold while a layer runs, or to step or look: another thread may want to evaluate. It is a lock
-        itself, as an interrupt may leave a context manager written in Python entered. A layer that is bound although
-        none runs was left so by an interrupt."""
-        if not self._lock._is_owned():
-            with self._lock:
-                for held in self.host:
-                    held.recover()
-        return self._lock
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Whatever uses the engine does so in this context: another thread, which may want to evaluate, waits until it
+        ends, and Ctrl-C is heard only then."""
+        within = self._lock._is_owned()
+        with nullcontext() if within else uninterrupted(), self._lock:
+            yield
 
     @torch.compiler.disable
-    def look_up(self, embed: nn.Module, input: Tensor) -> Tensor:
-        """Run the embedding whose state is on the host; no other thread runs a layer meanwhile."""
-        with self.alone:
-            return embed.forward(input) if self.closed else self.outer.look_up(input)
+    def look_up(self, forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+        """Run the embedding whose state is on the host, and whose forward this replaces."""
+        with self.alone():
+            return forward(input) if self.closed else self.outer.look_up(input)
 
     def step(self) -> None:
         """Begin an update of everything that has gradients."""
@@ -196,7 +200,7 @@ class Engine:
             early = "a step before the first forward, for which gpu_memory is planned; allowed: plan_for, or choice"
             require(not any(p.grad is not None for p in self.others()), early)
             return
-        with self.alone, uninterrupted():
+        with self.alone():
             for held in self.host:  # first: it may raise
                 held.accept_writes()
             self.optimizer.update(self.streamed | self.travelling)
@@ -224,23 +228,28 @@ class Engine:
         clear_gradients(self.unstreamed(), set_to_none)  # the optimizer may not have all of them
 
     def drain(self) -> None:
-        with self.alone:
-            if self.schedule is not None:
-                self.schedule.drain()
-            if self.outer is not None:
-                self.outer.drain()
+        with self.alone():
+            try:
+                if self.schedule is not None:
+                    self.schedule.drain()
+            finally:
+                if self.outer is not None:
+                    self.outer.drain()
 
     def close(self) -> None:
         """Give the model back as an ordinary one."""
-        with uninterrupted(), self._lock:  # else pending updates would be lost, or the model would stay half closed
+        with self.alone():
             if self.closed:
                 return
             self.closed = True
             try:
                 for held in self.host:
-                    held.recover()
                     held.accept_writes(assigned=True)
                 self.drain()
+            except BaseException:  # of an update, which may have changed some gradients
+                for held in self.host:
+                    held.grads.forget()
+                raise
             finally:
                 for held in self.host:
                     held.give_back()
@@ -255,13 +264,13 @@ def engine_of(model: nn.Module) -> Engine | None:
 
 
 class _Instead:
-    """Replaces a module's method with one of the engine's. which: the layer's index, or the module; passed first"""
+    """Replaces a module's method with one of the engine's. first: passed before the arguments"""
 
-    def __init__(self, engine: Engine, method: Callable[..., Any], *which: int | nn.Module) -> None:
-        self.engine, self._method, self._which = engine, method, which
+    def __init__(self, engine: Engine, method: Callable[..., Any], *first: Any) -> None:
+        self.engine, self._method, self._first = engine, method, first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._method(self.engine, *self._which, *args, **kwargs)
+        return self._method(self.engine, *self._first, *args, **kwargs)
 
     def __reduce__(self) -> Any:  # `copy.deepcopy` and `pickle` come here
         raise T1Error("a copy of a streamed model would run the original's layers: copy its state_dict()")

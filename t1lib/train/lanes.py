@@ -93,7 +93,7 @@ class UpdateThread:
 
     def submit(self, number: int, job: Callable[[], None], *marks: Mark) -> None:
         """Run `job` on the thread once the device has reached the marks, after the earlier ones of this number."""
-        with uninterrupted(), self._lock:  # else somebody could wait for a job that is never run
+        with self._lock:
             self._pool.submit(self._run_next)  # first: it raises if the thread or the interpreter is shutting down
             done = self._last[number] = Future()
             self._waiting[number].append(Job(job, marks, done))
@@ -153,14 +153,14 @@ def _prepare(device: torch.device) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Put Ctrl-C and SIGTERM off until the end: what is queued in here is queued as a whole, or not at all."""
+    """Put Ctrl-C and SIGTERM off until the end: what is done in here is done as a whole."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     asked: list[tuple[int, FrameType | None]] = []
     before = {}
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGTERM, signal.SIGINT):  # in this order: once SIGINT is heard again, it may raise
             if callable(signal.getsignal(number)):
                 before[number] = signal.signal(number, lambda *which: asked.append(which))
         yield

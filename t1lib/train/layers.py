@@ -166,7 +166,7 @@ class Gradients:
         pending update reads them first. As the caller may change them, their norms are no longer known."""
         if not self.any:
             return {}
-        with self._layer.engine.alone:  # another thread's evaluation may bring them to the host, too
+        with self._layer.engine.alone():
             self._layer.finish_update(self._layer)
             wait_for(self.arrived)
             if self.waiting is not None:
@@ -343,18 +343,6 @@ class HostLayer(Traveller):
             param.__class__ = Streamed
         self.bound = False
 
-    def recover(self) -> None:
-        """Unbind the parameters that are still bound, as an interrupt came at the end of the layer's call. They keep
-        their values: somebody may have written to them since."""
-        if not self.bound:
-            return
-        wait_for(self.left)
-        for name, param in self.params.items():
-            if type(param) is not Streamed:
-                self.views[name].copy_(param.data)
-        self.unbind()
-        self.touched = True
-
     def give_back(self, device: torch.device | None = None) -> None:
         """Make the parameters ordinary ones, gradients included. Updates must be finished."""
         grads = self.grads.complete() if self.keeps_gradients else {}
@@ -362,7 +350,7 @@ class HostLayer(Traveller):
             hook.remove()
         for name, param in self.params.items():
             param.__class__ = nn.Parameter
-            del param._home, param._name
+            param.__dict__.pop("_home", None), param.__dict__.pop("_name", None)  # may be called again
             param.data = param.data.to(device, copy=True)
             param.grad = grads[name].to(device, copy=True) if name in grads else None
 

@@ -96,15 +96,16 @@ class StreamOptimizer(ResidentOptimizer):
         require(len(self.state) >= self._states, emptied)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._engine.schedule is not None:
-            self._engine.schedule.forget_backward(failed=True)
-        for layer in self._engine.host:
-            if set_to_none:
-                layer.grads.forget()
-            else:
-                for grad in layer.grads.complete().values():
-                    zero(grad)
-        clear_gradients(self._engine.others(), set_to_none)
+        with self._engine.alone():
+            if self._engine.schedule is not None:
+                self._engine.schedule.forget_backward(failed=True)
+            for layer in self._engine.host:
+                if set_to_none:
+                    layer.grads.forget()
+                else:
+                    for grad in layer.grads.complete().values():
+                        zero(grad)
+            clear_gradients(self._engine.others(), set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -114,14 +115,14 @@ class StreamOptimizer(ResidentOptimizer):
         fits = is_number(max_norm) and max_norm >= 0
         require(fits, f"max_norm={shown(max_norm)}; allowed: a number, 0 or more")
         require(not self._engine.in_backward, "clip_grad_norm_ with update_in_backward=True, which updates before it")
-        total = self.grad_norm()
-        coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        with self._engine.alone:
+        with self._engine.alone():  # an evaluation may bring gradients to the host, and forget their norms
+            total = self.grad_norm()
+            coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
             for layer in self._engine.host:
                 layer.grads.multiply(coefficient)
-        grads = [p.grad for p in self._engine.unstreamed() if p.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, coefficient)
+            grads = [p.grad for p in self._engine.unstreamed() if p.grad is not None]
+            if grads:
+                torch._foreach_mul_(grads, coefficient)
         return total
 
     @torch.no_grad()
@@ -129,7 +130,7 @@ class StreamOptimizer(ResidentOptimizer):
         """The Euclidean norm of all gradients, (), in the order and with the sums of `clip_grad_norm_`."""
         engine, exact = self._engine, self._engine.device.type == "cpu"
         norms: dict[int, Tensor] = {}
-        with engine.alone:  # an evaluation may bring gradients to the host, and forget their norms
+        with engine.alone():
             for layer in engine.host:
                 norms |= {id(layer.params[name]): norm for name, norm in layer.grads.norms_by_name().items()}
         others = [p for p in engine.unstreamed() if p.grad is not None]

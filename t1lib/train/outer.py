@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from t1lib.memory import pinned_zeros
 from t1lib.plan.cost import GATHERED, PIECE, ROWS
-from t1lib.train.lanes import Mark, uninterrupted, wait_for
+from t1lib.train.lanes import Mark, wait_for
 from t1lib.train.layers import Streamed, unwatched
 from t1lib.train.resident import ResidentOptimizer, version_of
 from t1lib.train.travel import Room, Span, Traveller, Update
@@ -124,13 +124,12 @@ class Outer:
         """Call when layer `index` is queued. If layers are updated in the backward, the link has room now: a share of
         this update is queued, so that weights come in between shares. All of it is queued before the head."""
         if self._schedule.in_backward:
-            with uninterrupted():
-                self._begin_update()
-                self._schedule.travel.lanes[0].after(self._passed)
-                others = max(self._layers - 1, 1)
-                share = (index + 1) * self._pieces // others - index * self._pieces // others
-                for _ in islice(self._rest, share):
-                    pass
+            self._begin_update()
+            self._schedule.travel.lanes[0].after(self._passed)
+            others = max(self._layers - 1, 1)
+            share = (index + 1) * self._pieces // others - index * self._pieces // others
+            for _ in islice(self._rest, share):
+                pass
             self._passed = self._schedule.compute.mark()
         if index == self._layers - 1:
             self.ready()
@@ -143,11 +142,10 @@ class Outer:
             return
         if self._stage is Stage.UNDERWAY:  # an error ended its forward, and this backward is of an earlier one
             self.ready()
-        with uninterrupted():
-            self._stage = Stage.RELEASED
-            for held in self.held:
-                held.param.__class__, held.param._home = Streamed, self  # whoever looks at it comes to `ready`
-                held.release()
+        self._stage = Stage.RELEASED
+        for held in self.held:
+            held.param.__class__, held.param._home = Streamed, self  # whoever looks at it comes to `ready`
+            held.release()
 
     def look_up(self, input: Tensor) -> Tensor:
         """In place of the embedding's forward. If an update is pending, it sees the rows as that will leave them."""
@@ -222,7 +220,7 @@ class Outer:
     @unwatched
     def ready(self) -> None:
         """Make the device's further work see the updated weights."""
-        with uninterrupted():
+        with self._schedule.engine.alone():
             self._begin_update()
             for _ in self._rest:
                 pass

@@ -18,7 +18,6 @@ from t1lib.errors import T1Error, require
 from t1lib.plan.work import launch_bound
 from t1lib.train.activations import Inputs, Piece, Recompute, Saved, kept_graph, split_rows
 from t1lib.train.graphs import LayerGraphs
-from t1lib.train.lanes import uninterrupted
 
 if TYPE_CHECKING:
     from t1lib.train.engine import Engine
@@ -220,8 +219,7 @@ class Passes:
                 found.append(x.grad)
             if held is not None:
                 self._graphs.note_gradients(held, replayed)
-            with uninterrupted():
-                schedule.backward_done(index)
+            schedule.backward_done(index)
         except BaseException:
             schedule.release(index, backward=True, follows=False)
             raise
@@ -290,7 +288,7 @@ class _Layer(torch.autograd.Function):
         found = f"hooks inside layer {ctx.index} that are given keyword arguments were added or removed between"
         require(same, f"{found} its forward and its backward, as PEFT does for aLoRA; allowed: before or after both")
         ctx.saved = None  # so that somebody who keeps the loss keeps nothing else of the batch
-        with ctx.passes.engine.alone:
+        with ctx.passes.engine.alone():
             if saved.graphs is None:
                 hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
             found = ctx.passes.backward(ctx.index, hidden, saved, grad, ctx.needs_input_grad[1])

@@ -23,7 +23,7 @@ from t1lib.memory import pinned_zeros
 from t1lib.optimizers import Rule
 from t1lib.plan.cost import updated_by_host
 from t1lib.timing import NoTrace
-from t1lib.train.lanes import Lane, Mark, UpdateThread, uninterrupted, wait_for
+from t1lib.train.lanes import Lane, Mark, UpdateThread, wait_for
 from t1lib.train.layers import HostLayer, Slot
 from t1lib.train.travel import Travel, Update
 from t1lib.train.update import Scratch, norms_of, update
@@ -95,10 +95,9 @@ class Schedule:
             self._update_on_device(layer)
             return
         phase = "weights again" if backward else "weights"
-        with uninterrupted():  # else a copy might be queued for a slot that counts as free
-            slot.holds = None  # until the copy is sure to be queued
-            self.thread.then(layer.index, partial(self._copy_in, layer, phase, self.engine.trace))
-            slot.holds = layer
+        slot.holds = None  # until the copy is sure to be queued
+        self.thread.then(layer.index, partial(self._copy_in, layer, phase, self.engine.trace))
+        slot.holds = layer
 
     def _copy_in(self, layer: HostLayer, phase: str, trace: NoTrace) -> None:
         slot, span = layer.slot, trace.span("in", phase, layer.index)
@@ -126,7 +125,7 @@ class Schedule:
     def release(self, index: int, backward: bool = False, around: bool = False, follows: bool = True) -> None:
         """Point the parameters back at the host; if a layer `follows` in the slot, it comes in: see `fetch_next`."""
         layer = self.layers.get(index)
-        if layer is not None and layer.bound:  # not if an error came before, or an interrupt just after an earlier call
+        if layer is not None and layer.bound:  # not if an error came before
             layer.slot.freed = self.compute.mark()
             layer.unbind()
             if follows:
@@ -303,20 +302,19 @@ class Schedule:
         """Queue the pending update on the device, onto the layer's slot if it holds this layer; returns the mark at
         which its gradients have been read. This takes the host a millisecond, so it is not done for all at once."""
         pending, slot = layer.update, layer.slot
-        with uninterrupted():
-            if slot.holds is layer:
-                self.thread.wait(layer.index)
-                known = (*pending.known, slot.freed, slot.filled)
-                pending = pending._replace(known=known, onto=slot.flat, there=self._read_slots)
-            *_, (layer.grads.arrived, updated) = self.travel.by_piece(layer, pending)
-            layer.update = None
-            if slot.holds is layer:
-                slot.filled = slot.freed = updated
+        if slot.holds is layer:
+            self.thread.wait(layer.index)
+            known = (*pending.known, slot.freed, slot.filled)
+            pending = pending._replace(known=known, onto=slot.flat, there=self._read_slots)
+        *_, (layer.grads.arrived, updated) = self.travel.by_piece(layer, pending)
+        layer.update = None
+        if slot.holds is layer:
+            slot.filled = slot.freed = updated
         return layer.grads.arrived
 
     def finish_update(self, layer: HostLayer) -> None:
         """Queue the layer's update if one is pending on the device; wait for the CPU's if there is one."""
-        with self.engine.alone:
+        with self.engine.alone():
             if layer.update is not None:
                 self._update_on_device(layer)
             self.thread.wait(layer.index)

@@ -282,6 +282,18 @@ def test_a_call_that_finds_the_model_closed_runs_the_ordinary_module(name):
         assert evaluated(model) == evaluated(plain)
 
 
+@pytest.mark.parametrize("name", ["embed", "blocks.1"])
+def test_a_forward_that_was_wrapped_while_the_model_streamed_and_is_put_back_after_close(name):
+    model = blocks()
+    module = model.get_submodule(name)
+    with streaming(model, choice=OUTER) as (_, own):
+        before = module.forward
+        module.forward = lambda *args, **kwargs: before(*args, **kwargs)
+        own.close()
+        module.forward = before
+        assert evaluated(model) == evaluated(blocks())
+
+
 def test_the_model_is_closed_while_another_thread_evaluates():
     """The layer that runs keeps the weights of its slot until it ends; the rest run as ordinary ones."""
     plain, model, within, places = blocks(), blocks(), threading.Event(), []

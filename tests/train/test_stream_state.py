@@ -9,9 +9,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +29,8 @@ from torch import Tensor, nn
 
 from t1lib.measure.probes import AllocatorTimeline
 from t1lib.plan.cost import Choice
-from t1lib.train import activations, stream
+from t1lib.train import activations, engine, schedule, stream
+from t1lib.train.layers import HostLayer
 from t1lib.train.passes import Passes
 from t1lib.train.schedule import Schedule
 from t1lib.train.travel import Travel
@@ -326,6 +328,21 @@ def test_an_interrupt_before_an_update_leaves_no_stale_weights():
         assert torch.equal(streamed.blocks[2](hidden), plain.blocks[2](hidden))
 
 
+def test_a_failed_update_is_told_by_close_which_gives_an_ordinary_model_back():
+    model = blocks()
+    _, own = stream_cases.streamed_with(model, choice=Choice(host_share=1.0, outer="host"))
+    model_loss(model, BATCHES[0]).backward()
+    with patch.object(schedule, "update", side_effect=ArithmeticError("broken")):
+        with suppress(ArithmeticError):  # the first layer's update may have failed by the time the last one's begins
+            own.step()
+        with pytest.raises(ArithmeticError, match="broken"):
+            own.close()
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    model.zero_grad()
+    with streaming(model) as (streamed, own):
+        train(streamed, own, BATCHES[:2])
+
+
 def test_an_update_in_the_backward_begins_with_weights_that_were_written():
     """Not with the masters from before."""
     model = llama(torch.bfloat16)
@@ -409,13 +426,6 @@ def test_an_interrupt_as_a_context_ends(call):
         assert not other.is_alive(), kept
 
 
-def test_an_interrupt_while_a_plan_is_carried_out():
-    with streaming(blocks(), gpu_memory="1GiB") as (streamed, own):
-        with patch.object(Passes, "__init__", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            train(streamed, own, BATCHES[:1])
-        assert evaluated(streamed) == evaluated(blocks())
-
-
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_while_an_input_leaves():
     """It ends what makes the copy, and nothing is left whose end would fail."""
@@ -478,6 +488,96 @@ def test_an_interrupt_while_a_model_is_streamed_again(options, times):
     count = stream_again(0, options)
     for part in range(times):
         stream_again(1 + part * count // times, options)
+
+
+def plan_late(at: int, options: dict[str, Any]) -> int:
+    """Interrupt the first forward, whose batch decides where layers and the optimizer's state are to be, at its line
+    number `at`."""
+    plain, model = blocks(), blocks()
+    usual, given = adamw(plain), adamw(model)
+    train(plain, usual, BATCHES[:1])
+    train(model, given, BATCHES[:1])
+    plan = patch.object(engine, "planned", return_value=options.get("choice", Choice()))
+    with plan, streaming(model, given, gpu_memory="1GiB") as (_, own):
+        with suppress(KeyboardInterrupt), interrupted(at) as lines:
+            model_loss(model, BATCHES[1])
+        assert train(model, own, BATCHES[1:3]) == train(plain, usual, BATCHES[1:3])
+        assert_same_state(own, usual)
+    return lines[0]
+
+
+@pytest.mark.parametrize("times", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", PLACES)
+def test_an_interrupt_while_a_plan_is_carried_out(options, times):
+    count = plan_late(0, options)
+    for part in range(times):
+        plan_late(1 + part * count // times, options)
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+def test_a_plan_that_cannot_be_carried_out_leaves_an_ordinary_model(resident):
+    plain, model = blocks(), blocks()
+    usual, given = adamw(plain), adamw(model)
+    train(plain, usual, BATCHES[:1])
+    train(model, given, BATCHES[:1])
+    with patch.object(engine, "planned", return_value=Choice(resident=resident, outer="host")):
+        _, own = stream_cases.streamed_with(model, given, gpu_memory="1GiB")
+        where = (HostLayer, "give_back") if resident else (Passes, "__init__")
+        call = getattr(*where)
+
+        def full(*args: Any) -> None:
+            call(*args)
+            if own._engine.closed is False:
+                raise torch.OutOfMemoryError("of the device")
+
+        with patch.object(*where, full), pytest.raises(torch.OutOfMemoryError):
+            train(model, own, BATCHES[1:2])
+        refused(own.step, "an optimizer that was closed")
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    assert evaluated(model) == evaluated(plain)
+    with streaming(model, given) as (_, own):
+        assert train(model, own, BATCHES[1:3]) == train(plain, usual, BATCHES[1:3])
+
+
+def look(at: int, place: str) -> int:
+    """Interrupt a look at clipped gradients at its line number `at`, and look again."""
+    plain, model = blocks(), blocks()
+    with streaming(model, choice=Choice(grads=place)) as (_, own):
+        for one, optimizer in ((model, own), (plain, None)):
+            model_loss(one, BATCHES[0]).backward()
+            own_clip(one, optimizer)
+        with suppress(KeyboardInterrupt), interrupted(at) as lines:
+            model.blocks[1].up.weight.grad.sum()
+        for name, param in model.named_parameters():
+            assert torch.equal(param.grad, plain.get_parameter(name).grad), name
+    return lines[0]
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_an_interrupt_while_gradients_are_looked_at(place):
+    for at in range(1, look(0, place) + 1):
+        look(at, place)
+
+
+def test_another_thread_trains_while_evaluations_are_interrupted():
+    """At the end of a layer, which the other's next layer may follow in its slot."""
+    plain, release, calls = blocks(), Schedule.release, cycle(range(3))
+    train(plain, adamw(plain), BATCHES)
+
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is threading.main_thread() and next(calls) == 0:
+            signal.raise_signal(signal.SIGINT)
+        release(*args, **kwargs)
+
+    for _ in range(20):
+        with streaming(blocks(), choice=Choice(host_share=1.0)) as (model, own), ThreadPoolExecutor(1) as pool:
+            with patch.object(Schedule, "release", interrupt):
+                training = pool.submit(train, model, own, BATCHES)
+                while not training.done():
+                    with suppress(KeyboardInterrupt), torch.no_grad():
+                        model_loss(model, BATCHES[0])
+            training.result()
+            assert_same_weights(model, plain)
 
 
 def leave(options: dict[str, Any], end: str) -> list[weakref.ref]:
