@@ -66,9 +66,11 @@ def _chunk(length: int, by: str, chunks: int | None) -> int:
     return DEFAULT_COLUMNS if by == "vocabulary" and chunks is None else -(-length // (chunks or DEFAULT_CHUNKS))
 
 
-def bytes_held(tokens: int, vocab: int, hidden: int, size: int, by: str, chunks: int | None) -> int:
+def bytes_held(
+    tokens: int, vocab: int, hidden: int, size: int, by: str, chunks: int | None, capped: bool = False
+) -> int:
     """For the planner: bytes of the logits, and by vocabulary of dE's sum, for operands of `size` bytes per element."""
-    wide = 4 * (size < 4)  # the logits in float32, if not in the gradients' memory
+    wide = 4 * (size < 4) + 4 * capped  # the logits in float32, if not in the gradients' memory; the softcap's slope
     if by == "vocabulary":
         return tokens * (min(_chunk(vocab, by, chunks), vocab) * (size + wide) + 2 * 4 * hidden)
     rows = _chunk(tokens, by, chunks)

@@ -27,11 +27,11 @@ def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor,
     The first two terms in the bracket are `torch.nn.functional.cross_entropy`. If all tokens are ignored, mean is nan,
     sum is 0 and the gradient is 0. `filter_eps` (Cut Cross-Entropy, section 4.3): with p = softmax z, entries with
     |p_v − [v = y]| < eps are set to 0 in dL/dz. A head may drop any subset of these entries; this one drops them all.
-    `workspace` limits nothing here: if the 3 to 7 arrays of N × V logits and gradients that the backward takes exceed
+    `workspace` limits nothing here: if the 3 to 8 arrays of N × V logits and gradients that the backward takes exceed
     it, also for the loss alone, that is a `T1Error`. Source: T1M3, section 2 (the standard output layer)."""
     s = opts.settings
     # N × V arrays at the peak, in the backward (an estimate): log-probabilities, two gradients, copies
-    copies = 3 + 2 * (s.softcap is not None) + bool(s.z_loss or s.return_stats) + (s.filter_eps is not None)
+    copies = 3 + 2 * (s.softcap is not None) + (2 if s.z_loss else bool(s.return_stats)) + (s.filter_eps is not None)
     need_workspace(s.workspace, e.shape[0] * opts.vocab * copies * opts.dtype.itemsize, "full")
     z = _logits(e, w, b).to(opts.dtype)
     if s.softcap is not None:

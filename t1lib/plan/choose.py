@@ -236,5 +236,5 @@ def _command(arguments: argparse.Namespace, best: Prediction, vram: int) -> str:
     parts = [part for name, value in given.items() if value for part in (f"--{name.replace('_', '-')}", str(value))]
     parts += ["--split-master"] * arguments.split_master
     parts += [part for change in arguments.change for part in ("--change", *change)]
-    about = "\n  (predicted with the preset's vocabulary; train's tokenizer has --vocabulary entries)"
+    about = "\n  (predicted with the preset's vocabulary; `train` makes a tokenizer, of --vocabulary entries)"
     return shlex.join(["python", "-m", "t1lib", "train", *parts]) + about * (arguments.model in PRESETS)

@@ -48,6 +48,7 @@ class Work:
     largest: int = 0  # elements of the largest parameter
     vocabulary: int = 0  # rows of the output layer
     logits: int = 0  # bytes of the output layer's largest tensor, if that is the logits as a whole
+    capped: bool = False  # whether logits have a softcap, whose derivative the backward needs
     head_moves: float = 0.0  # bytes per logit that the output layer moves beside its three products
     attention: int = 0  # operations per token of a layer's forward without weights, at the rate of long rows
     graphed: bool = False  # whether layers that are streamed and recomputed run as CUDA graphs
@@ -159,8 +160,8 @@ def work_of(
         frozen=sum(trained.isdisjoint(params) for params in own), head=vocabulary * width,
         largest=max(p.nbytes for p in model.parameters()) // dtype.itemsize, vocabulary=vocabulary,
         # Two products, half of whose entries count, and more for the lower rate of short rows; windows are ignored.
-        attention=2 * (seq + SHORT) * attention, graphed=cuda and micro_tokens <= launch_bound(numel),
-        masters="master" in state, split="low" in state, cuda=cuda,
+        attention=2 * (seq + SHORT) * attention, graphed=cuda and micro_tokens <= launch_bound(numel), cuda=cuda,
+        masters="master" in state, split="low" in state, capped=bool(getattr(config, "final_logit_softcapping", None)),
     )  # fmt: skip
 
 
@@ -180,20 +181,19 @@ def with_head(
     the products (by notebook cce). Raises `T1Error` for a workspace that is too small for `fused`.
 
     full      per logit, in float32: the log-probability and two gradients; the weight's comes when these are freed
-    chunked   per logit of a chunk: the logit in 16 bits and in 32, and its gradient
+    chunked   per logit of a chunk: the logit in 16 bits and in 32, and its gradient; in both, a softcap's derivative
     torch     likewise, or later a copy of the gradients; its small chunks each read and write the weight's gradient
     fused     what its plan in the workspace, or in so many chunks, needs, no more than full; on a CPU, others run
     """
     if head == "fused" and not work.cuda:
         head = "chunked" if filter_eps is None else "full"
     tokens, vocabulary, size = work.live, work.vocabulary, work.itemsize
-    held = work.workspace if workspace is None else workspace
-    count, moved = tokens * vocabulary, 1.5
+    held, moved, count = work.workspace if workspace is None else workspace, 1.5, tokens * vocabulary
     if head == "full":
-        held, moved = max(12 * count - work.head * size * (work.outer > 0), 0), 20.0
+        held, moved = max((12 + 4 * work.capped) * count - work.head * size * (work.outer > 0), 0), 20.0
     elif head == "chunked":  # with a workspace, as large chunks as fit into it
         chunks = chunks if workspace is None else 1
-        need, moved = chunked_bytes(tokens, vocabulary, work.hidden, size, by, chunks), 10.5
+        need, moved = chunked_bytes(tokens, vocabulary, work.hidden, size, by, chunks, work.capped), 10.5
         held = need if workspace is None else min(need, workspace)
     elif head == "torch":
         share = -(-tokens // -(-vocabulary // work.hidden))

@@ -13,6 +13,7 @@ from refusals import refused
 
 from t1lib.errors import UnavailableError
 from t1lib.heads import linear_cross_entropy, next_token_targets, parse_bytes
+from t1lib.measure.probes import AllocatorTimeline
 
 TORCH = pytest.param("torch", {}, marks=pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="missing"))
 VARIANTS = [*(("chunked", own) for own in ({}, {"chunks": 1000}, {"by": "vocabulary", "chunks": 6})), TORCH]
@@ -270,11 +271,15 @@ def test_workspace_picks_a_chunk_or_says_the_least(own, name, dtype):
         assert_close(got, want, 1e-9)
 
 
-def test_full_checks_its_workspace():
-    p = problem(37, V, D, dtype=torch.bfloat16)
-    need = least_of(partial(run, "full", p))
-    assert need >= 37 * V * 12
-    assert_close(run("full", p, workspace=need), run("full", p), 0.0)
+@pytest.mark.parametrize("own", [{}, {"softcap": 5.0}, {"z_loss": 1e-3}, {"softcap": 5.0, "z_loss": 1e-3}], ids=str)
+def test_full_checks_its_workspace(own):
+    """It has room for the N × V arrays that are held at once."""
+    p, call = problem(256, 4096, 8, dtype=torch.float32), partial(run, "full", **own)
+    need, logits = least_of(partial(call, p)), 256 * 4096 * 4
+    with AllocatorTimeline(torch.device("cpu"), 0) as timeline:
+        want = call(p)
+    assert need - logits < timeline.peak < need + logits // 4
+    assert_close(call(p, workspace=need), want, 0.0)
 
 
 @pytest.mark.parametrize("head, own", [("full", {}), ("chunked", {}), TORCH])

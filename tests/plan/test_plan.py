@@ -228,19 +228,31 @@ def test_heads_workspaces_are_those_that_were_measured():
 
 @pytest.mark.parametrize(
     "own",
-    [{}, {"chunks": 1}, {"chunks": 3}, {"workspace": 2**23}, {"by": "vocabulary", "chunks": 2}, {"by": "vocabulary"}],
+    [
+        {"head": "full"},
+        {},
+        {"chunks": 1},
+        {"chunks": 3},
+        {"workspace": 2**23},
+        {"by": "vocabulary", "chunks": 2},
+        {"by": "vocabulary"},
+    ],
     ids=str,
 )
-def test_the_options_of_a_head_decide_its_workspace(own):
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_the_options_of_a_head_decide_its_workspace(own, softcap):
     """Beyond it, the measured bytes have gradients (the weight's and two of the input's size) and small vectors."""
     model = build_model("tiny", dtype=torch.float32, vocab_size=16384)
+    model.config.final_logit_softcapping = softcap
     asked = work_of(model, OptimizerSpec("sgd").state_dtypes, rows=1, seq=256, workspace=2**29)
     e, w = torch.randn(256, asked.hidden, requires_grad=True), model.lm_head.weight
+    target, own = torch.zeros(256, dtype=torch.int64), {"head": "chunked"} | own
     with AllocatorTimeline(torch.device("cpu"), 0) as timeline:
-        linear_cross_entropy(e, w, torch.zeros(256, dtype=torch.int64), head="chunked", **own).backward()
-    least = with_head(asked, "chunked", **own).workspace
+        linear_cross_entropy(e, w, target, softcap=softcap, **own).backward()
+    least = with_head(asked, **own).workspace
     assert 0 <= timeline.peak - w.nbytes - least <= 2 * e.nbytes + 2**19
-    assert with_head(replace(asked, cuda=False), "fused", **own).workspace == least  # which takes over on a CPU
+    if own["head"] == "chunked":  # it takes over on a CPU
+        assert with_head(replace(asked, cuda=False), **own | {"head": "fused"}).workspace == least
 
 
 def test_the_options_of_head_fused_decide_its_workspace():
