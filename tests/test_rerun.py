@@ -192,6 +192,16 @@ def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout,
     assert ran == ["factors", "a", "b"] and published(checkout) == [("a", 20.0), ("b", 40.0)]
 
 
+def test_an_error_names_cells_in_the_order_in_which_they_are_to_be_run(checkout, kernel):
+    """That of the notebook, whatever order they ran in before."""
+    save(checkout, kernel.cells)
+    assert kernel.run("parameters", "setup", "sizes", "step", "head", "show", "finish") == ""
+    kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")
+    kernel.edit("parameters", "steps: int = 3", "steps: int = 4")
+    told = kernel.run("parameters", "finish")
+    assert re.search(r"run `\[3\] factor = .*`\[4\] for step in range\(p", told), told
+
+
 FACTORS, FOUND = "factors = [p.scale]", "found = p.scale"
 KIND = "class Kind:\n    def go(self):\n        return factors[0]\n"
 

@@ -197,11 +197,13 @@ class Cells:
 
     def out_of_date(self) -> Iterator[tuple[Cell, str]]:
         """The cells whose records or drawings may differ from those of a run from top to bottom, each with the
-        reason, which names the first cell to run again."""
-        for key, cell in self._seen().items():
-            if (cell.measured or cell.drew) and (cause := self._cause(key, {})):
-                first = self.known[cause.first]
-                yield cell, cause.why if first is cell else f"run `{first.title}` first: {cause.why}"
+        reason, which names the first cell to run again; in the order in which they are to be run."""
+        places = self.order or {key: place for place, key in enumerate(self.known)}
+        causes = {key: self._cause(key, {}) for key, cell in self._seen().items() if cell.measured or cell.drew}
+        late = [(places.get(cause.first, 0), places.get(key, 0), key, cause) for key, cause in causes.items() if cause]
+        for *_, key, cause in sorted(late, key=lambda one: one[:2]):
+            cell, first = self.known[key], self.known[cause.first]
+            yield cell, cause.why if first is cell else f"run `{first.title}` first: {cause.why}"
 
     def _cause(self, key: str, found: dict[str, Cause | None]) -> Cause | None:
         """Why the results of cell `key` are not valid; None if they are. `found`: a cache."""

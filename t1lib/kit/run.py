@@ -207,7 +207,7 @@ class Run:
         figures, tables and numbers. Raises `T1Error` if a cell has yet to run, or to run again."""
         late = [f"`{cell.title}`: {why}" for cell, why in self._cells.out_of_date()]
         named = shorten("; ".join(late), _NAMED, placeholder="…")
-        require(not late, f"cells to run again before this one: {len(late)}. {named}")
+        require(not late, f"cells to run again before this one, in this order: {len(late)}. {named}")
         self._require_whole()
         self._tell_unsaved()
         given = self.params.checked()

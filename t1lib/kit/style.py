@@ -54,7 +54,7 @@ VARIANTS: dict[str, Variant] = {
     "liger-sm90": Variant("Liger for Hopper", _COLOURS[5], ">"),
     "quack": Variant("QuACK, 4096 rows per chunk", _COLOURS[8], "<"),
     "quack-1024": Variant("QuACK, 1024 rows per chunk", _COLOURS[8], "*"),
-    "trl": Variant("TRL", (0.6, 0.6, 0.6), "8"),
+    "trl": Variant("TRL", (0.35, 0.1, 0.45), "8"),
     "torch-1024": Variant("torch, 1024 rows per chunk", _COLOURS[6], ">"),
     "torch": Variant("torch (PyTorch's own)", _COLOURS[3], "v", "torch"),
 }
