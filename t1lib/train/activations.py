@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from t1lib.errors import T1Error, require
 from t1lib.memory import pinned_zeros
 from t1lib.plan.cost import LEAVING
+from t1lib.train.lanes import uninterrupted
 from t1lib.train.layers import HostLayer
 from t1lib.train.schedule import Schedule
 
@@ -187,11 +188,12 @@ class OnHost:
     def _give_back(self) -> None:
         """Let the buffer be used again, once the copies have ended; also after a forward without a backward."""
         if self._buffer is not None:
-            held, buffer, self._buffer, self._tensor = self._tensor, self._buffer, None, None
-            self._inputs.compute.after(self._left, self._back)
-            del held  # not before: its memory may be reused from here on
-            self._left = self._back = None
-            self._inputs.free[buffer.shape, buffer.dtype].append(buffer)
+            with uninterrupted():  # Python calls `__del__` anywhere, and drops what is raised in it
+                held, buffer, self._buffer, self._tensor = self._tensor, self._buffer, None, None
+                self._inputs.compute.after(self._left, self._back)
+                del held  # not before: its memory may be reused from here on
+                self._left = self._back = None
+                self._inputs.free[buffer.shape, buffer.dtype].append(buffer)
 
     __del__ = _give_back
 

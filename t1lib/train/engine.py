@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -101,10 +101,12 @@ class Engine:
 
     def place(self, choice: Choice) -> None:
         """Make the buffers, and keep on the device what `choice` keeps there. If that fails, it closes the engine."""
+        given = self.optimizer.state
         try:
             self._place(choice)
         except BaseException:
             self.close()
+            self.optimizer.state, self.placed = given, False
             raise
 
     def _place(self, choice: Choice) -> None:
@@ -181,9 +183,8 @@ class Engine:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Whatever uses the engine does so in this context: another thread, which may want to evaluate, waits until it
-        ends, and Ctrl-C is heard only then."""
-        within = self._lock._is_owned()
-        with nullcontext() if within else uninterrupted(), self._lock:
+        ends, and signals such as Ctrl-C are heard only then."""
+        with self._lock, uninterrupted():
             yield
 
     @torch.compiler.disable
@@ -194,13 +195,13 @@ class Engine:
 
     def step(self) -> None:
         """Begin an update of everything that has gradients."""
-        require(not self.closed, "a step of an optimizer that was closed; make another one, or stream again")
-        if not self.placed:
-            # Without a plan nothing can be updated yet, and to return would silently lose these gradients.
-            early = "a step before the first forward, for which gpu_memory is planned; allowed: plan_for, or choice"
-            require(not any(p.grad is not None for p in self.others()), early)
-            return
         with self.alone():
+            require(not self.closed, "a step of an optimizer that was closed; make another one, or stream again")
+            if not self.placed:
+                # Without a plan nothing can be updated yet, and to return would silently lose these gradients.
+                early = "a step before the first forward, for which gpu_memory is planned; allowed: plan_for, or choice"
+                require(not any(p.grad is not None for p in self.others()), early)
+                return
             for held in self.host:  # first: it may raise
                 held.accept_writes()
             self.optimizer.update(self.streamed | self.travelling)
@@ -252,10 +253,10 @@ class Engine:
                 raise
             finally:
                 for held in self.host:
-                    held.give_back()
+                    self.undo.callback(held.give_back)
                 self.host, self.streamed = [], set()
-                self.undo.close()
-                self._drop_runners()
+                self.undo.callback(self._drop_runners)
+                self.undo.close()  # in reverse order, and all of it, even if some fails
 
 
 def engine_of(model: nn.Module) -> Engine | None:

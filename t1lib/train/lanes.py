@@ -8,13 +8,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Mark = torch.cuda.Event | None  # a point in a lane's work; None: there is nothing to wait for
 SPARE = 2  # cores that updates leave to the threads that launch kernels, if there are many cores
+# Those whose handlers may raise in the middle of anything: Ctrl-C, schedulers', alarms, and PyTorch's for its workers.
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGCHLD", "SIGUSR1", "SIGUSR2")
+SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+_uninterrupted = False  # whether the main thread is in that context
 
 
 class Lane:
@@ -153,19 +157,38 @@ def _prepare(device: torch.device) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Put Ctrl-C and SIGTERM off until the end: what is done in here is done as a whole."""
-    if threading.current_thread() is not threading.main_thread():
+    """Put signals that Python handles, such as Ctrl-C, off until the end: what is done in here is done as a whole."""
+    global _uninterrupted
+    if _uninterrupted or threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked: list[tuple[int, FrameType | None]] = []
-    before = {}
+    asked: dict[int, FrameType | None] = {}
+    before: dict[int, Any] = {}
+
+    def later(number: int, frame: FrameType | None) -> None:
+        if _uninterrupted:
+            asked[number] = frame
+        else:  # another handler has raised before this one was taken away
+            before[number](number, frame)
+
     try:
-        for number in (signal.SIGTERM, signal.SIGINT):  # in this order: once SIGINT is heard again, it may raise
+        _uninterrupted = True
+        for number in SIGNALS:
             if callable(signal.getsignal(number)):
-                before[number] = signal.signal(number, lambda *which: asked.append(which))
+                before[number] = signal.signal(number, later)
         yield
     finally:
+        _uninterrupted = False
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number, frame in asked[:1]:
-            before[number](number, frame)
+        _hear(asked, before)
+
+
+def _hear(asked: dict[int, FrameType | None], handlers: dict[int, Any]) -> None:
+    """Call the handlers of the signals that came, all of them, though some may raise."""
+    if asked:
+        number, frame = asked.popitem()
+        try:
+            handlers[number](number, frame)
+        finally:
+            _hear(asked, handlers)

@@ -31,7 +31,7 @@ class Streamed(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func not in SHAPES:
-            for param in (value for value in tree_leaves((args, kwargs)) if isinstance(value, Streamed)):
+            for param in [value for value in tree_leaves((args, kwargs)) if isinstance(value, Streamed)]:
                 home = param.__dict__.get("_home")
                 if home is None:
                     continue
@@ -39,7 +39,8 @@ class Streamed(nn.Parameter):
                     home.visit()
                 elif isinstance(home, HostLayer):
                     given = None if func == DELETE_GRADIENT else args[-1]
-                    return home.gradient(param) if func == GET_GRADIENT else home.set_gradient(param, given)
+                    with home.engine.alone():
+                        return home.gradient(param) if func == GET_GRADIENT else home.set_gradient(param, given)
                 elif func == GET_GRADIENT:
                     home.visit_gradient()
         with torch._C.DisableTorchFunctionSubclass():

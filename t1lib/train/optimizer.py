@@ -147,14 +147,15 @@ class StreamOptimizer(ResidentOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in `torch.optim`, after all updates have ended; float32 masters of 16-bit parameters are under "master".
         Tensors are the optimizer's own, not copies."""
-        self._engine.drain()
-        own, counts = self.state, self.counts
-        try:
-            if self._engine.placed:
-                self.state = {p: shown_state(p.detach(), self.state_of(p), counts[p]) for p in own if counts[p]}
-            return super().state_dict()
-        finally:
-            self.state = own
+        with self._engine.alone():
+            self._engine.drain()
+            own, counts = self.state, self.counts
+            try:
+                if self._engine.placed:
+                    self.state = {p: shown_state(p.detach(), self.state_of(p), counts[p]) for p in own if counts[p]}
+                return super().state_dict()
+            finally:
+                self.state = own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and state that this class or the plain optimizer saved. Raises `T1Error`, before any change,
@@ -201,9 +202,10 @@ class StreamOptimizer(ResidentOptimizer):
 
     def take_over(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         """Copy states, by parameter, into those held here. A parameter whose state is empty starts anew."""
-        self._engine.drain()
-        for param, saved in found.items():
-            self.counts[param] = take_state(param.detach(), self.state_of(param), saved)
+        with self._engine.alone():
+            self._engine.drain()
+            for param, saved in found.items():
+                self.counts[param] = take_state(param.detach(), self.state_of(param), saved)
 
     def device_tensors(self) -> list[Tensor]:
         """What lies on the device between steps: all that does not stream, with its state, and the streams' buffers."""

@@ -54,10 +54,7 @@ class OuterParam(Traveller):
         self.exact.copy_(param.data.view(-1).cpu())
         self.update: Update | None = None  # pending or under way
         self.equal_at = version_of(param)  # when the weights and the host's copy were last equal
-
-    @property
-    def released(self) -> bool:
-        return self.param.untyped_storage().nbytes() == 0
+        self.released = False  # whether they are on the host only, though the device's memory may be allocated again
 
     def accept_writes(self) -> None:
         """Let the host's copy follow what somebody wrote to the weights on the device."""
@@ -83,12 +80,14 @@ class OuterParam(Traveller):
         own = storage.resizable() and storage.nbytes() == self.param.nbytes
         if own and self.param._use_count() <= 2 and torch._C._storage_Use_Count(storage._cdata) <= 2:
             storage.resize_(0)
+            self.released = True
 
     def refill(self) -> None:
         """Bring the weights back from the host."""
         wait_for(self.left)
         for few, values in zip(self.param.data.view(-1).split(PIECE), self.exact.split(PIECE), strict=True):
             few.copy_(values)
+        self.released = False
 
 
 class Outer:
@@ -107,6 +106,7 @@ class Outer:
         self._filled: Mark = None  # marks when the updated weights are on the device
         self._passed: Mark = None  # marks when the previous layer was computed
         self._scratch = Scratch()
+        engine.undo.callback(self.complete)  # which an update's error may have kept from it
         me = weakref.ref(self)
         for held in self.held:  # autograd is about to add to a gradient: an update that is pending has to read it first
             engine.undo.callback(held.param.register_hook(lambda grad: me() and me().visit_gradient()).remove)
@@ -221,21 +221,27 @@ class Outer:
     def ready(self) -> None:
         """Make the device's further work see the updated weights."""
         with self._schedule.engine.alone():
+            if self._stage is Stage.UNDERWAY:
+                self._schedule.travel.check()
             self._begin_update()
             for _ in self._rest:
                 pass
             self._schedule.compute.after(self._filled)
             for held in self.held:
                 held.update = None  # freed only now: the memory is reused in compute order
-            if self._stage is Stage.RELEASED:  # no update is going to rebuild the weights
-                released = [held for held in self.held if held.released]
-                self._make_room()
-                for held in released:
-                    held.refill()
-            self._stage = Stage.COMPLETE
-            for held in self.held:  # last: until then whoever looks at one comes here
-                held.param.__class__ = nn.Parameter
-                held.param.__dict__.pop("_home", None)
+            self.complete()
+
+    @unwatched
+    def complete(self) -> None:
+        """Bring back the weights that no update has rebuilt, and make the parameters ordinary ones."""
+        self._make_room()
+        for held in self.held:
+            if held.released:
+                held.refill()
+        self._stage = Stage.COMPLETE
+        for held in self.held:  # last: until then whoever looks at one comes to `ready`
+            held.param.__class__ = nn.Parameter
+            held.param.__dict__.pop("_home", None)
 
     def _begin_update(self) -> None:
         """Begin the update if one is pending; whoever goes through `_rest` queues it."""
@@ -252,13 +258,14 @@ class Outer:
             for _, updated in self._schedule.travel.by_piece(held, given, together=1):
                 self._filled = updated
                 yield
+            held.released = False
 
     def _make_room(self) -> None:
         """Allocate what was released, with undefined content. The update waits for earlier work in the same memory."""
-        released = [held for held in self.held if held.released]
-        if released:
+        empty = [held for held in self.held if held.param.untyped_storage().nbytes() == 0]
+        if empty:
             self._known = self._schedule.compute.mark()
-        for held in released:
+        for held in empty:
             held.param.untyped_storage().resize_(held.param.nbytes)
             held.equal_at = version_of(held.param)
 

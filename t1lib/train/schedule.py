@@ -176,11 +176,15 @@ class Schedule:
             self.release(index, backward=True)
             return
         grads, slot = layer.grads, layer.grads.slot
-        grads.absent -= grads.reached
         norms = norms_of(list(slot.views.values()), exact=self.device.type == "cpu")
+        before, grads.absent = grads.absent, grads.absent - grads.reached
         grads.norms = {n: norm for n, norm in zip(layer.params, norms, strict=True) if n not in grads.absent}
         if not self.in_backward:
-            self._keep_gradients(layer)
+            try:
+                self._keep_gradients(layer)
+            except BaseException:  # such as too little memory
+                grads.absent = before
+                raise
             return
         if not layer.travels:
             self._keep_gradients(layer)

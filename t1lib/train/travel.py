@@ -79,6 +79,12 @@ class Travel:
         self.rooms = [Room({key: zeros(dtype=dtype) for key, dtype in dtypes.items()}) for _ in range(count)]
         self._turns = cycle(self.rooms)
         self._scratch = Scratch()
+        self._failed: Exception | None = None
+
+    def check(self) -> None:
+        """Raise the error that ended an update, if one did: a part of that has its new weights and state."""
+        if self._failed is not None:
+            raise self._failed
 
     def pieces(self, numel: int) -> list[slice]:
         """Slices that cut `numel` elements into pieces that fit a `Room`."""
@@ -86,7 +92,15 @@ class Travel:
 
     def by_piece(self, traveller: Traveller, given: Update, together: int = TOGETHER) -> Iterator[tuple[Mark, Mark]]:
         """Queue an update, `together` pieces at a time. Each time yields two marks: at the first their gradients have
-        been read, at the second their weights are updated."""
+        been read, at the second their weights are updated. After an error it only raises that."""
+        self.check()
+        try:
+            yield from self._by_piece(traveller, given, together)
+        except Exception as error:
+            self._failed = error
+            raise
+
+    def _by_piece(self, traveller: Traveller, given: Update, together: int) -> Iterator[tuple[Mark, Mark]]:
         inward, lane, outward = self.lanes
         given = given._replace(there=given.there or traveller.flat is None)
         rebuilt = given.there or ("master" in traveller.state and given.whole)

@@ -1,9 +1,13 @@
-"""In which order layers are updated, where none of it needs a GPU."""
+"""In which order layers are updated, and signals heard, where none of it needs a GPU."""
 
+import signal
 import sys
 import threading
+import traceback
+from collections.abc import Iterator
 from types import SimpleNamespace
-from unittest.mock import Mock
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -12,8 +16,8 @@ from stream_loops import evaluated, model_loss
 from stream_models import LAYERS, data, llama
 
 from t1lib.plan.cost import Choice
-from t1lib.train import schedule
-from t1lib.train.lanes import Lane, UpdateThread
+from t1lib.train import lanes, schedule
+from t1lib.train.lanes import Lane, UpdateThread, uninterrupted
 
 
 def arrival(here: bool) -> SimpleNamespace:
@@ -55,6 +59,52 @@ def test_nobody_waits_for_a_job_that_never_ends():
     with pytest.raises(RuntimeError, match="after shutdown"):
         thread.submit(1, lambda: None)
     assert 1 not in thread._last
+
+
+@pytest.fixture
+def handlers() -> Iterator[list[str]]:
+    """Ctrl-C and SIGTERM note that they came, and raise; an alarm notes it only. All is as before in the end."""
+    heard: list[str] = []
+
+    def note(number: int, frame: object) -> None:
+        heard.append(signal.Signals(number).name)
+        if number != signal.SIGALRM:
+            raise InterruptedError(heard[-1])
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    yield heard
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_signals_are_heard_once_each_in_the_end_though_their_handlers_raise(handlers):
+    own = signal.getsignal(signal.SIGINT)
+    with pytest.raises(InterruptedError) as told, uninterrupted(), uninterrupted():
+        for _ in range(2):
+            for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):
+                signal.raise_signal(number)
+        assert not handlers
+        raise ArithmeticError("its own error")
+    assert sorted(handlers) == ["SIGALRM", "SIGINT", "SIGTERM"]
+    assert "its own error" in "".join(traceback.format_exception(told.value))
+    assert signal.getsignal(signal.SIGINT) is own
+
+
+def test_a_handler_that_raises_before_another_is_back_does_not_make_that_one_deaf(handlers):
+    def set_and_raise(number: int, handler: object) -> Any:
+        before = set_signal(number, handler)
+        if number == signal.SIGTERM and handler is own:
+            signal.raise_signal(number)
+        return before
+
+    set_signal, own = signal.signal, signal.getsignal(signal.SIGTERM)
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    both = patch.multiple(lanes, SIGNALS=numbers, signal=Mock(wraps=signal, signal=set_and_raise))
+    with pytest.raises(InterruptedError), both, uninterrupted():
+        pass
+    with pytest.raises(InterruptedError):
+        signal.raise_signal(signal.SIGINT)
+    assert handlers == ["SIGTERM", "SIGINT"]
 
 
 def queued(monkeypatch):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import itertools
 import linecache
 import signal
 import sys
@@ -26,11 +27,13 @@ from stream_cases import assert_same_state, assert_same_weights, going_on, six_s
 from stream_loops import RATES, adamw, evaluated, grouped, model_loss, own_clip, sgd, train
 from stream_models import blocks, data, last_hidden, layers_of, llama, qwen3
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from t1lib.measure.probes import AllocatorTimeline
 from t1lib.plan.cost import Choice
-from t1lib.train import activations, engine, schedule, stream
+from t1lib.train import activations, engine, outer, schedule, stream, travel
 from t1lib.train.layers import HostLayer
+from t1lib.train.outer import OuterParam
 from t1lib.train.passes import Passes
 from t1lib.train.schedule import Schedule
 from t1lib.train.travel import Travel
@@ -533,10 +536,154 @@ def test_a_plan_that_cannot_be_carried_out_leaves_an_ordinary_model(resident):
         with patch.object(*where, full), pytest.raises(torch.OutOfMemoryError):
             train(model, own, BATCHES[1:2])
         refused(own.step, "an optimizer that was closed")
+    assert_same_state(own, usual)
     assert all(type(param) is nn.Parameter for param in model.parameters())
     assert evaluated(model) == evaluated(plain)
     with streaming(model, given) as (_, own):
         assert train(model, own, BATCHES[1:3]) == train(plain, usual, BATCHES[1:3])
+
+
+def test_a_handler_of_another_signal_that_raises():
+    """As PyTorch's for SIGCHLD does when a worker of a DataLoader dies. A step that it ends is an aborted one."""
+    before, unbind = signal.signal(signal.SIGCHLD, lambda *which: 1 / 0), HostLayer.unbind
+
+    def die(layer: HostLayer) -> None:
+        if layer.index == 2:
+            signal.raise_signal(signal.SIGCHLD)
+        unbind(layer)
+
+    with going_on() as (streamed, own):
+        with patch.object(HostLayer, "unbind", die), pytest.raises(ZeroDivisionError):
+            model_loss(streamed, BATCHES[0])
+        own.zero_grad()
+    signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_wait_for_another_threads_layer_can_be_interrupted():
+    begun, ended = threading.Event(), threading.Event()
+    with streaming(blocks()) as (streamed, own), ThreadPoolExecutor(1) as pool:
+        streamed.blocks[1].up.register_forward_hook(lambda *_: begun.set() or (ended.wait(10) and None))
+        evaluating = pool.submit(evaluated, streamed)
+        begun.wait()
+        threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            own.grad_norm()
+        ended.set()
+        evaluating.result()
+
+
+@pytest.mark.parametrize("where", [(OuterParam, "refill"), (outer, "version_of")], ids=["a copy", "its memory"])
+@pytest.mark.parametrize("fails", [0, 1])
+def test_weights_that_could_not_be_brought_back_are_at_the_next_try(where, fails):
+    """Embedding or head, whose memory an aborted backward had released."""
+    plain, model, call, calls = blocks(), blocks(), getattr(*where), itertools.count()
+
+    def full(*args: Any) -> Any:
+        if next(calls) == fails:
+            raise torch.OutOfMemoryError("of the device")
+        return call(*args)
+
+    with streaming(model, choice=Choice(outer="host")) as (_, own):
+        model.blocks[1].fault.arm(ArithmeticError(), 0)
+        with pytest.raises(ArithmeticError):
+            model_loss(model, BATCHES[0]).backward()
+        with patch.object(*where, full), pytest.raises(torch.OutOfMemoryError):
+            model_loss(model, BATCHES[0])
+        own.zero_grad()
+        assert evaluated(model) == evaluated(plain)
+
+
+@pytest.mark.parametrize("of", ["embed.weight", "blocks.2"])
+def test_after_an_update_on_the_device_that_failed_halfway_nothing_goes_on(of):
+    """Whoever tries hears of it again, until the model is closed."""
+    model = blocks()
+    _, own = stream_cases.streamed_with(model, choice=Choice(outer="host"))
+    train(model, own, BATCHES[:1])
+    full = torch.OutOfMemoryError("of the device")
+    numel = model.embed.weight.numel() if of == "embed.weight" else 0
+
+    def fail(weights: Any, *given: Any) -> None:
+        if weights[0].numel() == numel or not numel:
+            raise full
+        update(weights, *given)
+
+    with patch.object(travel, "update", fail), pytest.raises(torch.OutOfMemoryError):
+        model_loss(model, BATCHES[1])
+    own.zero_grad()
+    for again in (lambda: model_loss(model, BATCHES[1]), own.drain, own.state_dict, own.close):
+        with pytest.raises(torch.OutOfMemoryError):
+            again()
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    evaluated(model)
+
+
+def test_a_layer_that_cannot_be_given_back_does_not_keep_the_rest_from_it():
+    model, give_back = blocks(), HostLayer.give_back
+    _, own = stream_cases.streamed_with(model)
+
+    def full(layer: HostLayer) -> None:
+        if layer.index == 1:
+            raise MemoryError
+        give_back(layer)
+
+    with patch.object(HostLayer, "give_back", full), pytest.raises(MemoryError):
+        own.close()
+    kinds = [type(next(block.parameters())) is nn.Parameter for block in model.blocks]
+    assert kinds == [True, False, True, True]
+    assert evaluated(model) == evaluated(blocks())
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_gradients_that_found_no_memory_are_those_from_before(before):
+    with streaming(model := blocks(), choice=Choice(grads="device")) as (_, own):
+        for batch in BATCHES[:before]:
+            model_loss(model, batch).backward()
+        full = patch.object(Schedule, "_keep_gradients", side_effect=torch.OutOfMemoryError("of the device"))
+        with full, pytest.raises(torch.OutOfMemoryError):
+            model_loss(model, BATCHES[1]).backward()
+        grads = [param.grad for param in model.blocks.parameters()]
+        assert all((grad is None) is (before == 0) for grad in grads)
+        own.zero_grad(set_to_none=False)
+
+
+def load(at: int) -> int:
+    """Interrupt a load of the optimizer's state at its line number `at`."""
+    with streaming(model := blocks()) as (_, own):
+        train(model, own, BATCHES[:1])
+        saved = copy.deepcopy(own.state_dict())
+        train(model, own, BATCHES[1:2])
+        with suppress(KeyboardInterrupt), interrupted(at) as lines:
+            own.load_state_dict(saved)
+        assert len({int(state["step"]) for state in own.state_dict()["state"].values()}) == 1
+    return lines[0]
+
+
+@pytest.mark.parametrize("times", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_an_interrupt_while_a_state_is_loaded(times):
+    lines = load(0)
+    for part in range(times):
+        load(1 + part * lines // times)
+
+
+def drop(at: int) -> int:
+    """Interrupt at its line number `at` who makes a gradient None that has been looked at."""
+    plain, model = blocks(), blocks()
+    with streaming(model) as (_, own):
+        for one in (model, plain):
+            model_loss(one, BATCHES[0]).backward()
+        param, other = model.blocks[1].up.weight, plain.blocks[1].up.weight
+        param.grad.sum()
+        with suppress(KeyboardInterrupt), interrupted(at) as lines:
+            param.grad = None
+        if param.grad is None:
+            other.grad = None
+        assert own.grad_norm() == get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+    return lines[0]
+
+
+def test_an_interrupt_while_a_gradient_is_dropped():
+    for at in range(1, drop(0) + 1):
+        drop(at)
 
 
 def look(at: int, place: str) -> int:
