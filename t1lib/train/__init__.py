@@ -81,6 +81,8 @@ def stream(
     # An engine gives the model and its layers an `_apply` of their own.
     former, streams = engine_of(model), any("_apply" in vars(module) for module in model.modules())
     require(former is not None or not streams, "a part of the model is streamed; call its optimizer's `close()` first")
+    if former is not None and former.failed:
+        former.close()  # which tells why
     empty = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
     require(not empty, "the model is on device 'meta', in whole or in part; allowed: on the CPU, not offloaded to disk")
     whole = micro_batch is None or is_whole(micro_batch, 1)

@@ -184,7 +184,9 @@ class Engine:
     def alone(self) -> Iterator[None]:
         """Whatever uses the engine does so in this context: another thread, which may want to evaluate, waits until it
         ends, and signals such as Ctrl-C are heard only then."""
-        with self._lock, uninterrupted():
+        with self._lock:  # for a wait that can be interrupted; handlers, which may wait for that thread, run without it
+            pass
+        with uninterrupted(), self._lock:
             yield
 
     @torch.compiler.disable
@@ -227,6 +229,11 @@ class Engine:
         """In place of `nn.Module.zero_grad`, which looks at each gradient first, and so would wait for all updates."""
         self.optimizer.zero_grad(set_to_none)
         clear_gradients(self.unstreamed(), set_to_none)  # the optimizer may not have all of them
+
+    @property
+    def failed(self) -> bool:
+        """Whether an update has failed, so that nothing is left but to close."""
+        return self.schedule is not None and bool(self.schedule.thread.error or self.schedule.travel.failed)
 
     def drain(self) -> None:
         with self.alone():

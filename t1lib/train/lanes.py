@@ -91,7 +91,7 @@ class UpdateThread:
         self._pool = ThreadPoolExecutor(1, "t1-update", partial(_prepare, device))
         self._waiting: dict[int, deque[Job]] = defaultdict(deque)
         self._last: dict[int, Future] = {}  # of each number's last job
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._lock = threading.Lock()  # for `_waiting`
         self._own, self._device = 0, device  # `_own`: the thread's identifier, from its first job on
 
@@ -116,8 +116,8 @@ class UpdateThread:
         self.check()
 
     def check(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def close(self) -> None:
         """End the thread after its jobs; wait for it (unless it calls, as it may drop an engine) and for the device."""
@@ -134,7 +134,7 @@ class UpdateThread:
                 wait_for(mark)
             call()
         except BaseException as error:
-            self._error = error
+            self.error = error
         del call  # before anybody learns that it is done, and counts what memory is held
         done.set_result(None)
 
@@ -166,22 +166,24 @@ def uninterrupted() -> Iterator[None]:
     before: dict[int, Any] = {}
 
     def later(number: int, frame: FrameType | None) -> None:
-        if _uninterrupted:
+        if within:
             asked[number] = frame
         else:  # another handler has raised before this one was taken away
             before[number](number, frame)
 
     try:
-        _uninterrupted = True
+        _uninterrupted = within = True
         for number in SIGNALS:
             if callable(signal.getsignal(number)):
                 before[number] = signal.signal(number, later)
         yield
     finally:
-        _uninterrupted = False
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        _hear(asked, before)
+        _uninterrupted = within = False
+        try:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        finally:
+            _hear(asked, before)
 
 
 def _hear(asked: dict[int, FrameType | None], handlers: dict[int, Any]) -> None:

@@ -177,16 +177,17 @@ class StreamOptimizer(ResidentOptimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         found = dict(zip(params, saved, strict=True))
         self._check(found)
-        if self._engine.placed:
-            self._engine.schedule.forget_backward(failed=False)
-            self.take_over(found)
-        else:
-            self.state = found
-        for mine, given in zip(self.param_groups, deepcopy(groups), strict=True):  # copied: schedules write to them
-            # Keys that the saved groups lack were added later, such as a schedule's initial_lr.
-            for key in mine.keys() - given.keys() - self.defaults.keys() - {"params", "param_names"}:
-                del mine[key]
-            mine.update({k: v for k, v in given.items() if k != "params"})
+        with self._engine.alone():
+            if self._engine.placed:
+                self._engine.schedule.forget_backward(failed=False)
+                self.take_over(found)
+            else:
+                self.state = found
+            for mine, given in zip(self.param_groups, deepcopy(groups), strict=True):  # copied: schedules write to them
+                # Keys that the saved groups lack were added later, such as a schedule's initial_lr.
+                for key in mine.keys() - given.keys() - self.defaults.keys() - {"params", "param_names"}:
+                    del mine[key]
+                mine.update({k: v for k, v in given.items() if k != "params"})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -202,10 +203,9 @@ class StreamOptimizer(ResidentOptimizer):
 
     def take_over(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         """Copy states, by parameter, into those held here. A parameter whose state is empty starts anew."""
-        with self._engine.alone():
-            self._engine.drain()
-            for param, saved in found.items():
-                self.counts[param] = take_state(param.detach(), self.state_of(param), saved)
+        self._engine.drain()
+        for param, saved in found.items():
+            self.counts[param] = take_state(param.detach(), self.state_of(param), saved)
 
     def device_tensors(self) -> list[Tensor]:
         """What lies on the device between steps: all that does not stream, with its state, and the streams' buffers."""

@@ -221,8 +221,6 @@ class Outer:
     def ready(self) -> None:
         """Make the device's further work see the updated weights."""
         with self._schedule.engine.alone():
-            if self._stage is Stage.UNDERWAY:
-                self._schedule.travel.check()
             self._begin_update()
             for _ in self._rest:
                 pass
@@ -249,15 +247,19 @@ class Outer:
             self._make_room()
             self._stage, self._rest = Stage.UNDERWAY, self._by_piece()
 
-    def _by_piece(self) -> Iterator[None]:
-        for held in self.held:
+    def _by_piece(self, first: int = 0) -> Iterator[None]:
+        """Queue the updates from matrix number `first` on, piece by piece."""
+        for number, held in enumerate(self.held[first:], first):
             if held.update is None:
-                held.refill()
                 continue
             given = held.update._replace(known=(self._known,), onto=held.param.data.view(-1))
-            for _, updated in self._schedule.travel.by_piece(held, given, together=1):
-                self._filled = updated
-                yield
+            try:
+                for _, updated in self._schedule.travel.by_piece(held, given, together=1):
+                    self._filled = updated
+                    yield
+            except Exception:
+                self._rest = self._by_piece(number)  # for the next try
+                raise
             held.released = False
 
     def _make_room(self) -> None:

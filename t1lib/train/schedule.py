@@ -179,15 +179,15 @@ class Schedule:
         norms = norms_of(list(slot.views.values()), exact=self.device.type == "cpu")
         before, grads.absent = grads.absent, grads.absent - grads.reached
         grads.norms = {n: norm for n, norm in zip(layer.params, norms, strict=True) if n not in grads.absent}
-        if not self.in_backward:
+        if not self.in_backward or not layer.travels:
             try:
                 self._keep_gradients(layer)
             except BaseException:  # such as too little memory
-                grads.absent = before
+                grads.absent, grads.norms = before, None
                 raise
+        if not self.in_backward:
             return
         if not layer.travels:
-            self._keep_gradients(layer)
             self._prepare_update(layer, self._rules())
         elif self.stateless:
             self._update_in_slot(layer)

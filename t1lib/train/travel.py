@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from t1lib.errors import reason, require
 from t1lib.optimizers import Rule
 from t1lib.plan.cost import PIECE, slots_for
 from t1lib.train.lanes import Lane, Mark
@@ -79,12 +80,8 @@ class Travel:
         self.rooms = [Room({key: zeros(dtype=dtype) for key, dtype in dtypes.items()}) for _ in range(count)]
         self._turns = cycle(self.rooms)
         self._scratch = Scratch()
-        self._failed: Exception | None = None
-
-    def check(self) -> None:
-        """Raise the error that ended an update, if one did: a part of that has its new weights and state."""
-        if self._failed is not None:
-            raise self._failed
+        self._changed = False  # whether the update under way has changed anything that a second try would need
+        self.failed = ""  # what ended an update of which a part has been made
 
     def pieces(self, numel: int) -> list[slice]:
         """Slices that cut `numel` elements into pieces that fit a `Room`."""
@@ -92,12 +89,15 @@ class Travel:
 
     def by_piece(self, traveller: Traveller, given: Update, together: int = TOGETHER) -> Iterator[tuple[Mark, Mark]]:
         """Queue an update, `together` pieces at a time. Each time yields two marks: at the first their gradients have
-        been read, at the second their weights are updated. After an error it only raises that."""
-        self.check()
+        been read, at the second their weights are updated. After an error one may try again, unless a part of the
+        update has been made: then every other raises `T1Error`."""
+        ended = f"an update ended halfway, by {self.failed}"
+        require(not self.failed, f"{ended}; allowed: to close the optimizer, stream again, and load a checkpoint")
+        self._changed = False
         try:
             yield from self._by_piece(traveller, given, together)
         except Exception as error:
-            self._failed = error
+            self.failed = f"{type(error).__name__}: {reason(error)}" if self._changed else ""
             raise
 
     def _by_piece(self, traveller: Traveller, given: Update, together: int) -> Iterator[tuple[Mark, Mark]]:
@@ -124,6 +124,7 @@ class Travel:
                         there = [flat[at] for flat in comes.values()]
                         torch._foreach_copy_([here[key] for key in comes], there, non_blocking=True)
                     underway.append((at, here, room, inward.mark()))
+            self._changed |= given.there and "master" not in traveller.state
             with lane.active():
                 for at, here, _, arrived in underway:
                     lane.after(arrived)
@@ -131,6 +132,7 @@ class Travel:
                         grad = here["grad"] if come_too else given.grads[at]
                         self._update(at, here, leaves.keys(), grad, given)
                     marks.append(lane.mark())
+            self._changed = True
             with outward.active():
                 for (at, here, room, _), mark in zip(underway, marks, strict=True):
                     outward.after(mark)
