@@ -25,6 +25,12 @@ PLACES: dict[str, dict[str, Any]] = {
     "waiting": {"choice": Choice(host_share=0.5, grads="device")},
     "all resident": {"choice": Choice(resident=4, keep=4, outer="host")},
 }
+MIXTURES = [  # each with several things elsewhere
+    pytest.param({}, id="streamed"),
+    pytest.param({"choice": Choice(resident=1, keep=2, host_share=0.5, grads="device")}, id="mixed"),
+    pytest.param({"choice": Choice(slots=3, inputs="host", outer="host", host_share=1.0)}, id="host"),
+    pytest.param({"choice": Choice(resident=4, outer="host"), "overlap": False}, id="resident"),
+]
 OPTIONS = {"choice", "gpu_memory", "master_weights", "micro_batch", "overlap", "update_in_backward"}
 OPTIONS |= {"reference", "rel", "usual"}
 
