@@ -20,10 +20,12 @@ from torch.nn.utils import get_total_norm
 from t1lib.plan.cost import Choice
 from t1lib.train import activations, engine, outer, schedule, travel
 from t1lib.train.layers import HostLayer
+from t1lib.train.optimizer import StreamOptimizer
 from t1lib.train.outer import OuterParam
 from t1lib.train.passes import Passes
 from t1lib.train.schedule import Schedule
 from t1lib.train.travel import Travel
+from t1lib.train.update import update
 
 BATCHES = data(6)
 
@@ -129,19 +131,23 @@ def test_an_error_before_an_update_leaves_no_stale_weights():
         assert torch.equal(streamed.blocks[2](hidden), plain.blocks[2](hidden))
 
 
-@pytest.mark.parametrize("resident", [0, 2])
-def test_a_plan_that_cannot_be_carried_out_leaves_an_ordinary_model(resident):
+@pytest.mark.parametrize(
+    "where",
+    [(HostLayer, "give_back"), (Passes, "__init__"), (StreamOptimizer, "take_over")],
+    ids=lambda where: where[1],
+)
+def test_a_plan_that_cannot_be_carried_out_leaves_an_ordinary_model(where):
     plain, model = blocks(), blocks()
     usual, given = adamw(plain), adamw(model)
     train(plain, usual, BATCHES[:1])
     train(model, given, BATCHES[:1])
-    with patch.object(engine, "planned", return_value=Choice(resident=resident, outer="host")):
+    with patch.object(engine, "planned", return_value=Choice(resident=2, outer="host")):
         _, own = stream_cases.streamed_with(model, given, gpu_memory="1GiB")
-        where = (HostLayer, "give_back") if resident else (Passes, "__init__")
         call = getattr(*where)
 
         def full(*args: Any) -> None:
-            call(*args)
+            if where[1] != "take_over":  # else in its middle
+                call(*args)
             if own._engine.closed is False:
                 raise torch.OutOfMemoryError("of the device")
 
@@ -238,6 +244,23 @@ def test_a_failed_update_is_told_by_close_which_gives_an_ordinary_model_back():
     model.zero_grad()
     with streaming(model) as (streamed, own):
         train(streamed, own, BATCHES[:2])
+
+
+def test_nor_after_one_in_the_backward_that_wrote_to_the_weights_in_their_slot():
+    with patch.object(travel, "PIECE", 128):
+        model, own = stream_cases.streamed_with(blocks(), update_in_backward=True)
+    calls = itertools.count()
+
+    def fail(*given: Any) -> None:
+        update(*given)
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("of the device")
+
+    with patch.object(travel, "update", fail), pytest.raises(torch.OutOfMemoryError):
+        model_loss(model, BATCHES[0]).backward()
+    own.zero_grad()
+    refused(lambda: model_loss(model, BATCHES[0]), "an update ended halfway")
+    refused(own.close, "an update ended halfway")
 
 
 def test_a_layer_that_cannot_be_given_back_does_not_keep_the_rest_from_it():

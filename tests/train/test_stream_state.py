@@ -23,6 +23,7 @@ from torch import nn
 from t1lib.measure.probes import AllocatorTimeline
 from t1lib.plan.cost import Choice
 from t1lib.train import stream
+from t1lib.train.outer import OuterParam
 from t1lib.train.schedule import Schedule
 from t1lib.train.travel import Travel
 from t1lib.train.update import update
@@ -210,6 +211,13 @@ def test_a_gradient_in_another_layout_is_copied_before_the_update_may_read_it(mo
         own.step()
         own.drain()
     assert seen and all(seen)
+
+
+def test_an_update_rebuilds_embedding_and_head_so_that_they_need_not_come_back():
+    with streaming(blocks(), choice=Choice(outer="host")) as both, patch.object(OuterParam, "refill") as refill:
+        train(*both, BATCHES[:3])
+        both[1].drain()
+    refill.assert_not_called()
 
 
 def test_an_update_in_the_backward_begins_with_weights_that_were_written():
