@@ -18,7 +18,9 @@ SPARE = 2  # cores that updates leave to the threads that launch kernels, if the
 # Those whose handlers may raise in the middle of anything: Ctrl-C, schedulers', alarms, and PyTorch's for its workers.
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGCHLD", "SIGUSR1", "SIGUSR2")
 SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
-_uninterrupted = False  # whether the main thread is in that context
+_within = False  # whether the main thread is in `uninterrupted`
+_asked: dict[int, FrameType | None] = {}  # the signals that came meanwhile, and where
+_handlers: dict[int, Any] = {}  # what `_later` stands in for
 
 
 class Lane:
@@ -158,39 +160,42 @@ def _prepare(device: torch.device) -> None:
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Put signals that Python handles, such as Ctrl-C, off until the end: what is done in here is done as a whole."""
-    global _uninterrupted
-    if _uninterrupted or threading.current_thread() is not threading.main_thread():
+    global _within
+    if _within or threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked: dict[int, FrameType | None] = {}
-    before: dict[int, Any] = {}
-
-    def later(number: int, frame: FrameType | None) -> None:
-        if within:
-            asked[number] = frame
-        else:  # another handler has raised before this one was taken away
-            before[number](number, frame)
-
     try:
-        _uninterrupted = within = True
+        _within = True
         for number in SIGNALS:
-            if callable(signal.getsignal(number)):
-                before[number] = signal.signal(number, later)
+            handler = signal.getsignal(number)
+            if callable(handler) and handler is not _later:
+                _handlers[number] = handler
+                signal.signal(number, _later)
         yield
     finally:
-        _uninterrupted = within = False
+        # A handler may raise from here on. `_later` then stays in place of others, and passes on what comes, until the
+        # end of the next such context.
+        _within = False
         try:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number in SIGNALS:
+                if signal.getsignal(number) is _later:
+                    signal.signal(number, _handlers[number])
         finally:
-            _hear(asked, before)
+            _hear()
 
 
-def _hear(asked: dict[int, FrameType | None], handlers: dict[int, Any]) -> None:
+def _later(number: int, frame: FrameType | None) -> None:
+    if _within:
+        _asked[number] = frame
+    else:
+        _handlers[number](number, frame)
+
+
+def _hear() -> None:
     """Call the handlers of the signals that came, all of them, though some may raise."""
-    if asked:
-        number, frame = asked.popitem()
+    if _asked:
+        number, frame = _asked.popitem()
         try:
-            handlers[number](number, frame)
+            _handlers[number](number, frame)
         finally:
-            _hear(asked, handlers)
+            _hear()

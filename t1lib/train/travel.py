@@ -80,7 +80,6 @@ class Travel:
         self.rooms = [Room({key: zeros(dtype=dtype) for key, dtype in dtypes.items()}) for _ in range(count)]
         self._turns = cycle(self.rooms)
         self._scratch = Scratch()
-        self._changed = False  # whether the update under way has changed anything that a second try would need
         self.failed = ""  # what ended an update of which a part has been made
 
     def pieces(self, numel: int) -> list[slice]:
@@ -93,14 +92,6 @@ class Travel:
         update has been made: then every other raises `T1Error`."""
         ended = f"an update ended halfway, by {self.failed}"
         require(not self.failed, f"{ended}; allowed: to close the optimizer, stream again, and load a checkpoint")
-        self._changed = False
-        try:
-            yield from self._by_piece(traveller, given, together)
-        except Exception as error:
-            self.failed = f"{type(error).__name__}: {reason(error)}" if self._changed else ""
-            raise
-
-    def _by_piece(self, traveller: Traveller, given: Update, together: int) -> Iterator[tuple[Mark, Mark]]:
         inward, lane, outward = self.lanes
         given = given._replace(there=given.there or traveller.flat is None)
         rebuilt = given.there or ("master" in traveller.state and given.whole)
@@ -112,36 +103,42 @@ class Travel:
         lane.after(*given.known)
         if given.scale is not None:
             lane.uses(given.scale)
-        pieces = self.pieces(len(next(iter(leaves.values()))))
-        for start in range(0, len(pieces), together):
-            underway, marks = [], []
-            with inward.active():
-                for at in pieces[start : start + together]:
-                    room = next(self._turns)
-                    here = {key: buffer[: at.stop - at.start] for key, buffer in room.buffers.items()}
-                    inward.after(room.left)
-                    with self._engine.trace.span("in", "state", traveller.index):
-                        there = [flat[at] for flat in comes.values()]
-                        torch._foreach_copy_([here[key] for key in comes], there, non_blocking=True)
-                    underway.append((at, here, room, inward.mark()))
-            self._changed |= given.there and "master" not in traveller.state
-            with lane.active():
-                for at, here, _, arrived in underway:
-                    lane.after(arrived)
-                    with self._engine.trace.span("update", "device update", traveller.index):
-                        grad = here["grad"] if come_too else given.grads[at]
-                        self._update(at, here, leaves.keys(), grad, given)
-                    marks.append(lane.mark())
-            self._changed = True
-            with outward.active():
-                for (at, here, room, _), mark in zip(underway, marks, strict=True):
-                    outward.after(mark)
-                    with self._engine.trace.span("out", "state", traveller.index):
-                        there = [flat[at] for flat in leaves.values()]
-                        torch._foreach_copy_(there, [here[key] for key in leaves], non_blocking=True)
-                    room.left = outward.mark()
-            traveller.left = outward.mark()
-            yield (inward.mark() if come_too else marks[-1]), marks[-1]
+        pieces, copy = self.pieces(len(next(iter(leaves.values())))), partial(self._copy, traveller.index)
+        changed = False  # whether anything is that a second try would need
+        try:
+            for start in range(0, len(pieces), together):
+                underway, marks = [], []
+                with inward.active():
+                    for at in pieces[start : start + together]:
+                        room = next(self._turns)
+                        here = {key: buffer[: at.stop - at.start] for key, buffer in room.buffers.items()}
+                        inward.after(room.left)
+                        copy("in", [here[key] for key in comes], [flat[at] for flat in comes.values()])
+                        underway.append((at, here, room, inward.mark()))
+                changed |= given.there and "master" not in traveller.state
+                with lane.active():
+                    for at, here, _, arrived in underway:
+                        lane.after(arrived)
+                        with self._engine.trace.span("update", "device update", traveller.index):
+                            grad = here["grad"] if come_too else given.grads[at]
+                            self._update(at, here, leaves.keys(), grad, given)
+                        marks.append(lane.mark())
+                changed = True
+                with outward.active():
+                    for (at, here, room, _), mark in zip(underway, marks, strict=True):
+                        outward.after(mark)
+                        copy("out", [flat[at] for flat in leaves.values()], [here[key] for key in leaves])
+                        room.left = outward.mark()
+                traveller.left = outward.mark()
+                yield (inward.mark() if come_too else marks[-1]), marks[-1]
+        except Exception as error:
+            if changed:
+                self.failed = f"{type(error).__name__}: {reason(error)}"
+            raise
+
+    def _copy(self, index: int, way: str, to: list[Tensor], source: list[Tensor]) -> None:
+        with self._engine.trace.span(way, "state", index):
+            torch._foreach_copy_(to, source, non_blocking=True)
 
     def _update(self, at: slice, here: dict[str, Tensor], keys: Set[str], grad: Tensor, given: Update) -> None:
         """Update a piece's weights, in `onto` if they are there, else `here`; then copy them where else needed."""

@@ -105,6 +105,9 @@ def test_a_handler_that_raises_before_another_is_back_does_not_make_that_one_dea
     with pytest.raises(InterruptedError):
         signal.raise_signal(signal.SIGINT)
     assert handlers == ["SIGTERM", "SIGINT"]
+    with uninterrupted():
+        pass
+    assert signal.getsignal(signal.SIGINT) is own
 
 
 def queued(monkeypatch):

@@ -184,20 +184,18 @@ def test_weights_that_could_not_be_brought_back_are_at_the_next_try(where, fails
 
 def failed_update(which: int, pieces: int) -> tuple[nn.Module, Any]:
     """A streamed model and its optimizer. In its second forward so many pieces of the update on the device of layer
-    number `which`, of the embedding (4) or the head's matrix (5) were queued, and then one found no memory."""
-    by_piece = Travel._by_piece
+    number `which`, of the embedding (4) or the head's matrix (5) were begun, and then one found no memory."""
+    calls, copy = itertools.count(), Travel._copy
 
-    def fail(travel: Travel, traveller: Any, *given: Any) -> Any:
-        found = by_piece(travel, traveller, *given)
-        if traveller.index == which:
-            yield from itertools.islice(found, pieces)
+    def fail(travel: Travel, index: int, way: str, *given: Any) -> None:
+        if (index, way) == (which, "in") and next(calls) == pieces:
             raise torch.OutOfMemoryError("of the device")
-        yield from found
+        copy(travel, index, way, *given)
 
     with patch.object(travel, "PIECE", 128):
         model, own = stream_cases.streamed_with(blocks(), choice=Choice(outer="host"))
     train(model, own, BATCHES[:1])
-    with patch.object(Travel, "_by_piece", fail), pytest.raises(torch.OutOfMemoryError):
+    with patch.object(Travel, "_copy", fail), pytest.raises(torch.OutOfMemoryError):
         model_loss(model, BATCHES[1])
     own.zero_grad()
     return model, own
@@ -208,7 +206,7 @@ WHICH = pytest.mark.parametrize("which", [2, 4, 5])
 
 @WHICH
 def test_an_update_on_the_device_that_could_not_begin_is_made_at_the_next_try(which):
-    plain, (model, own) = blocks(), failed_update(which, pieces=0)
+    plain, (model, own) = blocks(), failed_update(which, 0)
     usual = adamw(plain)
     train(plain, usual, BATCHES[:1])
     assert train(model, own, BATCHES[1:3]) == train(plain, usual, BATCHES[1:3])
@@ -218,10 +216,10 @@ def test_an_update_on_the_device_that_could_not_begin_is_made_at_the_next_try(wh
 @WHICH
 def test_after_an_update_on_the_device_that_failed_halfway_nothing_goes_on(which):
     """Until the model is closed, or streamed again."""
-    model, own = failed_update(which, pieces=1)
+    model, own = failed_update(which, travel.TOGETHER)
     for again in (lambda: model_loss(model, BATCHES[1]), own.drain, own.state_dict):
         refused(again, "an update ended halfway, by OutOfMemoryError: of the device")
-    other, _ = failed_update(which, pieces=1)
+    other, _ = failed_update(which, travel.TOGETHER)
     refused(own.close, "an update ended halfway")
     refused(lambda: stream_cases.streamed_with(other), "an update ended halfway")
     for one in (model, other):
