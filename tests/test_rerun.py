@@ -80,6 +80,8 @@ def test_what_is_downstream_of_a_change_is_left_out_and_refused(checkout, kernel
     told = kernel.run("finish", ids=ids)
     assert told.startswith("T1Error: ") and "scale was 0.5, is 2.0" in told and len(told) < 320
     assert published(checkout)[0] == ("head", 5.0)  # the published run is as it was
+    told = kernel.run("head", ids=ids)
+    assert told == "what this cell made is out of date: run `[3] factor = 10 * p.scale` first: scale was 0.5, is 2.0\n"
     kernel.run("sizes", ids=ids)
     assert "factor has been made again" in kernel.run("finish", ids=ids)
     assert kernel.run("head", "show", "finish", ids=ids) == ""

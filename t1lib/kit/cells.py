@@ -62,12 +62,13 @@ class Cells:
         self.namespace, self.parameters = namespace, parameters
         self.known: dict[str, Cell] = {}
         self.finished: set[str] = set()  # cells whose last execution reached its end
+        self._ended = True  # whether all that the running cell has read is known
         self._makers: dict[str, str] = {}  # variable → the cell that assigned it last
         self._runs = 0
 
     def begin(self, key: str, ids: Sequence[str | None], sources: Sequence[str]) -> None:
         """A cell begins to run; what it made before is forgotten. `ids`, `sources`: of the saved notebook's cells."""
-        self._runs += 1
+        self._runs, self._ended = self._runs + 1, False
         self.saved = {*ids, *sources}
         if self.known.keys() & {*ids}:  # the frontend gives ids: a new cell will be saved
             self.saved.add(key)
@@ -111,6 +112,7 @@ class Cells:
             self._makers[name] = key
         if cell.measured:
             cell.made[cell.records] = cell.run
+        self._ended = True
 
     def _unchanged(self, name: str) -> bool:
         """Whether a variable is the object that it was before the running cell."""
@@ -216,7 +218,7 @@ class Cells:
         cell, given = self.known[key], self.parameters()
         if cell.fault:
             yield Cause(key, cell.fault)
-        if key == self.running_key:
+        if key == self.running_key and not self._ended:
             return
         origins = {name: origin for name, origin in cell.reads.items() if origin.maker in self.known}
         moved = {name for name, origin in origins.items() if self.order and self._above(name, key) != origin.maker}

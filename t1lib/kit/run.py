@@ -98,6 +98,9 @@ class Run:
         key = str(info.cell_id or info.raw_cell)
         self._ran[key] = info.raw_cell
         self._cells.end(key, source, result.success, result.execution_count)
+        for cell, why in self._cells.out_of_date():
+            if cell is self._cells.running and result.success:
+                print(f"what this cell made is out of date: {why}")
         if self._cells.running.rows:  # saved now, so that a run that is cut off later keeps them
             with whole(self.outdir / "samples.csv") as part:
                 self.records.save(part)
