@@ -16,11 +16,10 @@ from torch import Tensor
 Mark = torch.cuda.Event | None  # a point in a lane's work; None: there is nothing to wait for
 SPARE = 2  # cores that updates leave to the threads that launch kernels, if there are many cores
 # Those whose handlers may raise in the middle of anything: Ctrl-C, schedulers', alarms, and PyTorch's for its workers.
-NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGCHLD", "SIGUSR1", "SIGUSR2")
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGCHLD", "SIGUSR1", "SIGUSR2")
 SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 _within = False  # whether the main thread is in `uninterrupted`
-_asked: dict[int, FrameType | None] = {}  # the signals that came meanwhile, and where
-_handlers: dict[int, Any] = {}  # what `_later` stands in for
+_asked: dict[int, tuple[Callable[..., Any], FrameType | None]] = {}  # what is to be called for signals that came there
 
 
 class Lane:
@@ -164,38 +163,45 @@ def uninterrupted() -> Iterator[None]:
     if _within or threading.current_thread() is not threading.main_thread():
         yield
         return
+    put: dict[int, _Later] = {}
     try:
         _within = True
         for number in SIGNALS:
             handler = signal.getsignal(number)
-            if callable(handler) and handler is not _later:
-                _handlers[number] = handler
-                signal.signal(number, _later)
+            if callable(handler):
+                put[number] = handler if isinstance(handler, _Later) else _Later(handler)
+                signal.signal(number, put[number])
         yield
     finally:
-        # A handler may raise from here on. `_later` then stays in place of others, and passes on what comes, until the
-        # end of the next such context.
+        # A handler may raise from here on. Others' stand-ins are then left, and pass on what comes, until the end of
+        # the next such context.
         _within = False
         try:
-            for number in SIGNALS:
-                if signal.getsignal(number) is _later:
-                    signal.signal(number, _handlers[number])
+            for number, later in put.items():
+                if signal.getsignal(number) is later:
+                    signal.signal(number, later.handler)
         finally:
             _hear()
 
 
-def _later(number: int, frame: FrameType | None) -> None:
-    if _within:
-        _asked[number] = frame
-    else:
-        _handlers[number](number, frame)
+class _Later:
+    """Stands in for a signal's handler."""
+
+    def __init__(self, handler: Callable[..., Any]) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if _within:
+            _asked[number] = self.handler, frame
+        else:
+            self.handler(number, frame)
 
 
 def _hear() -> None:
     """Call the handlers of the signals that came, all of them, though some may raise."""
     if _asked:
-        number, frame = _asked.popitem()
+        number, (handler, frame) = _asked.popitem()
         try:
-            _handlers[number](number, frame)
+            handler(number, frame)
         finally:
             _hear()

@@ -257,7 +257,7 @@ class Outer:
                 for _, updated in self._schedule.travel.by_piece(held, given, together=1):
                     self._filled = updated
                     yield
-            except Exception:
+            except BaseException:
                 self._rest = self._by_piece(number)  # for the next try
                 raise
             held.released = False

@@ -104,7 +104,8 @@ class Travel:
         if given.scale is not None:
             lane.uses(given.scale)
         pieces, copy = self.pieces(len(next(iter(leaves.values())))), partial(self._copy, traveller.index)
-        changed = False  # whether anything is that a second try would need
+        masters = traveller.state.keys() & {"master", "low"}
+        changed = False  # whether anything that a second try would need has changed
         try:
             for start in range(0, len(pieces), together):
                 underway, marks = [], []
@@ -115,7 +116,7 @@ class Travel:
                         inward.after(room.left)
                         copy("in", [here[key] for key in comes], [flat[at] for flat in comes.values()])
                         underway.append((at, here, room, inward.mark()))
-                changed |= given.there and "master" not in traveller.state
+                changed |= (given.there and "master" not in masters) or not (come_too or masters)  # weights; gradients
                 with lane.active():
                     for at, here, _, arrived in underway:
                         lane.after(arrived)
@@ -131,9 +132,10 @@ class Travel:
                         room.left = outward.mark()
                 traveller.left = outward.mark()
                 yield (inward.mark() if come_too else marks[-1]), marks[-1]
-        except Exception as error:
+        except BaseException as error:
             if changed:
                 self.failed = f"{type(error).__name__}: {reason(error)}"
+            inward.after(lane.mark())  # a second try brings its pieces into the same rooms
             raise
 
     def _copy(self, index: int, way: str, to: list[Tensor], source: list[Tensor]) -> None:

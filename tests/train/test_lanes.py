@@ -101,13 +101,26 @@ def test_a_handler_that_raises_before_another_is_back_does_not_make_that_one_dea
     numbers = [signal.SIGTERM, signal.SIGINT]
     both = patch.multiple(lanes, SIGNALS=numbers, signal=Mock(wraps=signal, signal=set_and_raise))
     with pytest.raises(InterruptedError), both, uninterrupted():
-        pass
+        signal.raise_signal(signal.SIGINT)
     with pytest.raises(InterruptedError):
         signal.raise_signal(signal.SIGINT)
-    assert handlers == ["SIGTERM", "SIGINT"]
+    assert handlers == ["SIGTERM", "SIGINT", "SIGINT"]
     with uninterrupted():
         pass
     assert signal.getsignal(signal.SIGINT) is own
+
+
+def test_a_handler_that_is_set_meanwhile_stays_and_may_call_what_it_has_replaced(handlers):
+    def mine(number: int, frame: object) -> None:
+        handlers.append("mine")
+        before(number, frame)
+
+    with uninterrupted():
+        before = signal.signal(signal.SIGALRM, mine)
+    with uninterrupted():
+        signal.raise_signal(signal.SIGALRM)
+    assert handlers == ["mine", "SIGALRM"]
+    assert signal.getsignal(signal.SIGALRM) is mine
 
 
 def queued(monkeypatch):

@@ -4,6 +4,7 @@ import copy
 import itertools
 from contextlib import suppress
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,13 +19,14 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from t1lib.plan.cost import Choice
+from t1lib.timing import NoTrace
 from t1lib.train import activations, engine, outer, schedule, travel
 from t1lib.train.layers import HostLayer
 from t1lib.train.optimizer import StreamOptimizer
 from t1lib.train.outer import OuterParam
 from t1lib.train.passes import Passes
 from t1lib.train.schedule import Schedule
-from t1lib.train.travel import Travel
+from t1lib.train.travel import Span, Travel, Traveller, Update
 from t1lib.train.update import update
 
 BATCHES = data(6)
@@ -182,15 +184,15 @@ def test_weights_that_could_not_be_brought_back_are_at_the_next_try(where, fails
         assert evaluated(model) == evaluated(plain)
 
 
-def failed_update(which: int, pieces: int) -> tuple[nn.Module, Any]:
+def failed_update(which: int, pieces: int, way: str = "in") -> tuple[nn.Module, Any]:
     """A streamed model and its optimizer. In its second forward so many pieces of the update on the device of layer
-    number `which`, of the embedding (4) or the head's matrix (5) were begun, and then one found no memory."""
+    number `which`, of the embedding (4) or the head's matrix (5) had come in, or left, and then one found no memory."""
     calls, copy = itertools.count(), Travel._copy
 
-    def fail(travel: Travel, index: int, way: str, *given: Any) -> None:
-        if (index, way) == (which, "in") and next(calls) == pieces:
+    def fail(travel: Travel, *given: Any) -> None:
+        if given[:2] == (which, way) and next(calls) == pieces:
             raise torch.OutOfMemoryError("of the device")
-        copy(travel, index, way, *given)
+        copy(travel, *given)
 
     with patch.object(travel, "PIECE", 128):
         model, own = stream_cases.streamed_with(blocks(), choice=Choice(outer="host"))
@@ -214,12 +216,13 @@ def test_an_update_on_the_device_that_could_not_begin_is_made_at_the_next_try(wh
 
 
 @WHICH
-def test_after_an_update_on_the_device_that_failed_halfway_nothing_goes_on(which):
+@pytest.mark.parametrize("halfway", [(travel.TOGETHER,), (0, "out")])
+def test_after_an_update_on_the_device_that_failed_halfway_nothing_goes_on(which, halfway):
     """Until the model is closed, or streamed again."""
-    model, own = failed_update(which, travel.TOGETHER)
+    model, own = failed_update(which, *halfway)
     for again in (lambda: model_loss(model, BATCHES[1]), own.drain, own.state_dict):
         refused(again, "an update ended halfway, by OutOfMemoryError: of the device")
-    other, _ = failed_update(which, travel.TOGETHER)
+    other, _ = failed_update(which, *halfway)
     refused(own.close, "an update ended halfway")
     refused(lambda: stream_cases.streamed_with(other), "an update ended halfway")
     for one in (model, other):
@@ -227,6 +230,31 @@ def test_after_an_update_on_the_device_that_failed_halfway_nothing_goes_on(which
         evaluated(one)
         with streaming(one) as both:
             train(*both, BATCHES[:1])
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("come_too", [True, False])
+def test_an_update_that_has_overwritten_gradients_is_not_tried_again(come_too, error):
+    """Those that wait on the device are multiplied where they are; others come in with the state."""
+    rule, calls = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9).param_groups[0], itertools.count()
+    layer = Traveller(0, torch.ones(16), {"momentum_buffer": torch.zeros(16)})
+    given = Update(torch.ones(16), [Span(slice(0, 16), rule, 1)], (), True, torch.tensor(0.5))
+    dtypes = dict.fromkeys(["weight", "momentum_buffer", *["grad"] * come_too], torch.float32)
+    with patch.object(travel, "PIECE", 8):
+        way = Travel(SimpleNamespace(device=torch.device("cpu"), overlap=False, trace=NoTrace()), dtypes, 16)
+
+    def fail(*given: Any) -> None:
+        if next(calls) == 1:
+            raise error
+        update(*given)
+
+    with patch.object(travel, "update", fail), pytest.raises(error):
+        list(way.by_piece(layer, given))
+    if come_too:
+        list(way.by_piece(layer, given))
+        assert torch.equal(layer.flat, torch.full((16,), 0.95))
+    else:
+        refused(lambda: list(way.by_piece(layer, given)), "an update ended halfway")
 
 
 def test_a_failed_update_is_told_by_close_which_gives_an_ordinary_model_back():
