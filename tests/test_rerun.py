@@ -206,6 +206,7 @@ def test_an_error_names_cells_in_the_order_in_which_they_are_to_be_run(checkout,
 
 FACTORS, FOUND = "factors = [p.scale]", "found = p.scale"
 KIND = "class Kind:\n    def go(self):\n        return factors[0]\n"
+ONE = "import torch\none, ones = torch.nn.Sequential(torch.nn.Identity()), torch.ones(())\n"
 
 
 @pytest.mark.parametrize(
@@ -227,6 +228,9 @@ KIND = "class Kind:\n    def go(self):\n        return factors[0]\n"
         ("class Way:\n    @staticmethod\n    def go():\n        return factors[0]", FACTORS, "found = Way.go()"),
         ("class Way:\n    pass\nway = Way()\nway.go = lambda: factors[0]", FACTORS, "found = way.go()"),
         ("class Way:\n    __slots__ = 'go'\nway = Way()\nway.go = lambda: factors[0]", FACTORS, "found = way.go()"),
+        ("from types import SimpleNamespace as Way\nway = Way(go=lambda: factors[0])", FACTORS, "found = way.go()"),
+        ("from collections import deque\nways = deque([lambda: factors[0]])", FACTORS, "found = ways[0]()"),
+        (f"{ONE}one.register_forward_hook(lambda *given: given[2] * factors[0])", FACTORS, "found = one(ones).item()"),
         (FOUND, "if p.steps == 9:\n    found = 99"),
         (FOUND, "for _ in range(p.steps - 3):\n    found = 99"),
         (FOUND, "import contextlib\nwith contextlib.suppress(Exception):\n    found = 1 // 0"),

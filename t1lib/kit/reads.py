@@ -3,12 +3,12 @@
 import ast
 import dis
 import gc
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from functools import cache, cached_property, partial
 from inspect import CO_OPTIMIZED
 from itertools import pairwise
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from t1lib.params import PLAIN
@@ -18,7 +18,7 @@ _STORES = ("STORE_NAME", "STORE_GLOBAL")
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE")  # the next instruction does not follow these
 _ENDS += ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
 _HOLDERS = (dict, list, tuple, set, FunctionType, CellType, MethodType, staticmethod, classmethod, property)
-_HOLDERS += (partial, cached_property)
+_HOLDERS += (partial, cached_property, deque)
 
 
 def names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str], set[str]]:
@@ -108,8 +108,11 @@ def _functions(value: Any, namespace: dict[str, Any]) -> Iterator[FunctionType]:
 
 
 def _held(value: Any, notebook: str | None) -> list[Any]:
-    """All that a container, a function, what wraps one, or a class or object of the notebook's own refers to."""
+    """All that a container, a function, what wraps one, or a class or object of the notebook's own refers to; of other
+    objects the attributes, but not of the kit's, of which some know all the notebook's variables."""
     kind = value if isinstance(value, type) else type(value)
     if isinstance(value, _HOLDERS) or any(base.__module__ == notebook for base in kind.__mro__):
         return gc.get_referents(value)
-    return [getattr(value, "__dict__", {}).get("__wrapped__")]
+    own = getattr(value, "__dict__", {})
+    followed = isinstance(own, dict) and not isinstance(value, ModuleType) and not kind.__module__.startswith("t1lib.")
+    return [*own.values()] if followed else [own.get("__wrapped__")]

@@ -1,6 +1,5 @@
 """Will it fit, and how long will it take? Memory and time of a training step, predicted from shapes and a few rates.
 
-`work` counts what a step needs, and `rates` says what a machine reaches. `cost` gives the memory and time of a `Choice`
-of what lies where; `choose` finds the fastest one within a budget, and predicts every mode but gpu-graph with every
-head. Nothing is trained and no weights are created. `t1lib.train` asks this package, which never imports `t1lib.train`.
-"""
+`work` counts what a step needs, `rates` says what a machine reaches, `cost` gives the memory and time of a `Choice` of
+what lies where, and `choose` finds the fastest one within a budget, and predicts every mode but gpu-graph with every
+head. Nothing is trained, and no weights are made. `t1lib.train` asks this package, which never imports it."""

@@ -34,8 +34,8 @@ AT_A_TIME = 2**27  # tokens, more than any device holds; beyond that, the search
 
 
 def alternatives(work: Work) -> Iterator[Choice]:
-    """All choices, each as a table: every number of resident layers (rows) with every number of layers that keep their
-    activations (columns). More slots help where updates run in the backward, or read the weights."""
+    """All choices, each as a table of how many layers are resident (rows), and how many keep activations (columns).
+    More slots help where updates run in the backward, or read the weights."""
     layers = np.arange(work.layers + 1)
     outers = ("device", "host") if work.outer else ("device",)
     shares = SHARES if work.cuda and work.frozen < work.layers else (float(work.frozen < work.layers),)
@@ -131,8 +131,7 @@ def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> 
 
 
 def predict_point(setting: Setting, mode: str, head: str, machine: Machine, choice: Choice | None = None) -> Prediction:
-    """Predict one mode with one head; slide with this choice. Does not judge whether it fits. Raises `T1Error` as
-    `predict` does, and for a workspace that is too small for the head."""
+    """Predict one mode with one head, slide with this choice, fitting or not. Raises as `predict` and the head do."""
     return _predicted(work_for(setting), mode, head, machine, lambda _: choice or Choice())
 
 
@@ -167,8 +166,9 @@ def recommended(predictions: Collection[Prediction]) -> Prediction:
     if not fitting:
         on_device = [p for p in predictions if p.lacks == "host"]
         least = min(on_device, key=lambda p: p.host) if on_device else min(predictions, key=lambda p: p.reserved)
-        need = f"{in_words(least.reserved)} on the device and {in_words(least.host)} on the host"
-        raise T1Error(f"nothing fits; the least is mode {least.mode} with head {least.head}, which needs {need}")
+        device = "" if on_device else f"{in_words(least.reserved)} on the device and "
+        need = f"mode {least.mode} with head {least.head}, which needs {device}{in_words(least.host)} on the host"
+        raise T1Error(f"nothing fits; the least is {need}")
     fastest = min(p.ms for p in fitting)
     near = [p for p in fitting if p.ms <= ALIKE * fastest]
     return min(near, key=lambda p: (MODES.index(p.mode), p.ms, p.head != DEFAULT_HEAD))  # heads may tie in ms

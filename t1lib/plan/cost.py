@@ -114,8 +114,8 @@ def graphed_layers(work: Work, choice: Choice) -> Any:
 
 
 def outer_bytes(work: Work) -> int:
-    """Bytes per parameter of an embedding and a head on the host: state, and the weight unless a master restores it."""
-    return work.state + work.itemsize * (not work.masters)
+    """Bytes per parameter of embedding and head on the host. A master restores the weight; mode fsdp holds all."""
+    return work.state + work.itemsize * ((not work.masters) if work.streams else 2)
 
 
 def device_bytes(work: Work, choice: Choice) -> Any:
@@ -216,8 +216,9 @@ def host_bytes(work: Work, choice: Choice) -> Any:
     waiting = trained - waiting_layers(work, choice) if work.together else trained * choice.host_share
     whole = trained * choice.host_share * (choice.host_share < 1) * work.split * 2
     held = work.layer * (streamed * work.itemsize + trained * work.state + waiting * work.itemsize + whole)
-    outer = (work.outer + GATHERED * min(ROWS * work.hidden, work.outer)) * outer_bytes(work) * (choice.outer == "host")
-    return held + outer + work.layers * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
+    outer = work.outer + GATHERED * min(ROWS * work.hidden, work.outer) * work.streams
+    inputs = work.layers * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
+    return held + inputs + outer * outer_bytes(work) * (choice.outer == "host")
 
 
 def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
