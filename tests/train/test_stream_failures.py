@@ -272,9 +272,11 @@ def test_a_failed_update_is_told_by_close_which_gives_an_ordinary_model_back():
         train(streamed, own, BATCHES[:2])
 
 
-def test_nor_after_one_in_the_backward_that_wrote_to_the_weights_in_their_slot():
+@pytest.mark.parametrize("masters", [{}, {"master_weights": "split"}], ids=str)
+def test_nor_after_one_in_the_backward_that_wrote_to_the_weights_in_their_slot(masters):
+    dtype = torch.bfloat16 if masters else torch.float32
     with patch.object(travel, "PIECE", 128):
-        model, own = stream_cases.streamed_with(blocks(), update_in_backward=True)
+        model, own = stream_cases.streamed_with(blocks(dtype), update_in_backward=True, **masters)
     calls = itertools.count()
 
     def fail(*given: Any) -> None:
