@@ -1,7 +1,6 @@
 """What is kept of a layer between forward and backward: its graph, or its input, from which it is recomputed."""
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_map
 from t1lib.errors import T1Error, require
 from t1lib.memory import pinned_zeros
 from t1lib.plan.cost import LEAVING
+from t1lib.timing import synchronize
 from t1lib.train.lanes import uninterrupted
 from t1lib.train.layers import HostLayer
 from t1lib.train.schedule import Schedule
@@ -130,8 +130,19 @@ class Inputs:
     def __init__(self, schedule: Schedule) -> None:
         self.engine, self.device, self.compute = schedule.engine, schedule.device, schedule.compute
         self.inward, self.outward = schedule.inward, schedule.outward
-        self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+        self.free: list[Tensor] = []  # buffers of bytes that nobody uses; other threads may append some at any time
         self.leaving: list[OnHost] = []  # still on the device, while their copies may run
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """A buffer of so many bytes or more: the smallest that fits, or a new one in place of one that is too small, so
+        that batches of ever other lengths need no more than the longest alone would."""
+        fits = [at for at, held in enumerate(self.free) if len(held) >= nbytes]
+        if fits:
+            return self.free.pop(min(fits, key=lambda at: len(self.free[at])))
+        if self.free:
+            synchronize(self.device)  # copies from it, or to it, may still be queued
+            self.free.pop(0)
+        return pinned_zeros(nbytes, torch.uint8, self.device)
 
     def put(self, tensor: Tensor, layer: int) -> "OnHost":
         """Queue the copy to the host. The `LEAVING` latest stay on the device for now."""
@@ -147,15 +158,15 @@ class OnHost:
     _buffer = _left = _back = None  # for `__del__`, if an interrupt ends `__init__`; marks of both copies
 
     def __init__(self, inputs: Inputs, tensor: Tensor, layer: int) -> None:
-        numel, spare = tensor.numel(), inputs.free[tensor.shape, tensor.dtype]
-        buffer = spare.pop() if spare else pinned_zeros(numel, tensor.dtype, inputs.device).view(tensor.shape)
+        buffer = inputs.buffer(tensor.nbytes)
         self._inputs, self._layer, self._buffer, self._tensor = inputs, layer, buffer, tensor
+        self._values = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         self._version = tensor._version
         self._changed: bool | None = None  # in place, before it had left; None until then
         # The backward goes the other way: the tensor that was put before this one is needed next.
         self._before = weakref.ref(inputs.leaving[-1]) if inputs.leaving else lambda: None
         span = inputs.engine.trace.span("out", "inputs", layer)
-        self._left = inputs.outward.copy(buffer, tensor, span, inputs.compute.mark())
+        self._left = inputs.outward.copy(self._values, tensor, span, inputs.compute.mark())
 
     def leave(self) -> None:
         """Free the device's copy once it has left."""
@@ -167,8 +178,8 @@ class OnHost:
     def prefetch(self) -> None:
         if self._tensor is None and self._buffer is not None:
             inputs, span = self._inputs, self._inputs.engine.trace.span("in", "inputs", self._layer)
-            self._tensor = torch.empty_like(self._buffer, device=inputs.device)
-            self._back = inputs.inward.copy(self._tensor, self._buffer, span, inputs.compute.mark())
+            self._tensor = torch.empty_like(self._values, device=inputs.device)
+            self._back = inputs.inward.copy(self._tensor, self._values, span, inputs.compute.mark())
 
     def take(self) -> Tensor:
         """Return the tensor, on the device, and start bringing back the one that was put before it. Raises `T1Error`
@@ -193,7 +204,7 @@ class OnHost:
                 self._inputs.compute.after(self._left, self._back)
                 del held  # not before: its memory may be reused from here on
                 self._left = self._back = None
-                self._inputs.free[buffer.shape, buffer.dtype].append(buffer)
+                self._inputs.free.append(buffer)
 
     __del__ = _give_back
 

@@ -17,12 +17,12 @@ import torch
 from copies import wait_for
 from stream_cases import MIXTURES, assert_same_state, assert_same_weights, six_steps, streaming, weights
 from stream_loops import RATES, adamw, grouped, model_loss, own_clip, sgd, train
-from stream_models import blocks, data, layers_of, llama, qwen3
+from stream_models import LAYERS, blocks, data, layers_of, llama, qwen3
 from torch import nn
 
 from t1lib.measure.probes import AllocatorTimeline
 from t1lib.plan.cost import Choice
-from t1lib.train import stream
+from t1lib.train import activations, stream
 from t1lib.train.outer import OuterParam
 from t1lib.train.schedule import Schedule
 from t1lib.train.travel import Travel
@@ -327,3 +327,20 @@ def test_the_first_update_with_momentum_has_pytorchs_bits_and_takes_no_second_bu
         assert timeline.peak < grad.nbytes / 2
         pairs = (weight, plain), (state["momentum_buffer"], reference.state[plain]["momentum_buffer"])
         assert all(torch.equal(*(t.detach().view(torch.int32) for t in pair)) for pair in pairs)
+
+
+def test_batches_of_ever_other_lengths_take_no_more_of_the_host_than_the_longest():
+    plain, model, made = qwen3(), qwen3(), weakref.WeakSet()
+
+    def noted(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made.add(buffer := torch.zeros(numel, dtype=dtype))
+        return buffer
+
+    (batch,) = data(1)
+    batches = [{name: value[:, :length] for name, value in batch.items()} for length in (2, 6, 3, 7, 4, 8, 5, 8)]
+    with streaming(model, choice=Choice(inputs="host")) as (_, own):
+        with patch.object(activations, "pinned_zeros", noted):
+            losses = train(model, own, batches)
+        assert losses == train(plain, adamw(plain), batches)
+        longest = LAYERS * batches[-1]["input_ids"].numel() * model.config.hidden_size * 4
+        assert sum(buffer.nbytes for buffer in made) == longest
