@@ -14,7 +14,7 @@ import torch
 from races import Races, watched
 from stream_cases import assert_same_weights, in_pieces, streaming
 from stream_loops import CLIPS, adamw, evaluated, grouped, model_loss, sgd
-from stream_models import LAYERS, MODELS, ROWS, data, layers_of
+from stream_models import LAYERS, LENGTH, MODELS, ROWS, data, layers_of
 from torch import Tensor, nn
 
 from t1lib.plan.cost import Choice
@@ -124,7 +124,8 @@ def events(model: nn.Module, optimizer: Any, steps: list[dict[str, Any]], seed: 
 
     for step in steps:
         for _ in range(step["times"]):
-            loss = model_loss(model, next(batches))
+            length = draw.randint(3, LENGTH)
+            loss = model_loss(model, {name: value[:, :length] for name, value in next(batches).items()})
             yield "loss", loss.item()
             yield from acts("forward")
             (loss / step["times"]).backward()
