@@ -134,14 +134,14 @@ class Inputs:
         self.leaving: list[OnHost] = []  # still on the device, while their copies may run
 
     def buffer(self, nbytes: int) -> Tensor:
-        """A buffer of so many bytes or more: the smallest that fits, or a new one in place of one that is too small, so
-        that batches of ever other lengths need no more than the longest alone would."""
+        """A buffer of so many bytes or more: the smallest that fits, or a new one in place of the next smaller, so that
+        batches of ever other lengths need no more than the longest alone would."""
         fits = [at for at, held in enumerate(self.free) if len(held) >= nbytes]
         if fits:
             return self.free.pop(min(fits, key=lambda at: len(self.free[at])))
         if self.free:
             synchronize(self.device)  # copies from it, or to it, may still be queued
-            self.free.pop(0)
+            self.free.pop(max(range(len(self.free)), key=lambda at: len(self.free[at])))
         return pinned_zeros(nbytes, torch.uint8, self.device)
 
     def put(self, tensor: Tensor, layer: int) -> "OnHost":

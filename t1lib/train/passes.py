@@ -41,8 +41,8 @@ class Passes:
         ]
         self._inputs = Inputs(self._schedule) if choice.inputs == "host" else None
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
-        # By layer, where it records tensors with a graph, such as an auxiliary loss; found once it has one.
-        self._recorded: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        # By layer and whether it trains, where it records tensors with a graph, such as an auxiliary loss; found once.
+        self._recorded: dict[tuple[int, bool], list[tuple[dict[str, Any], str]]] = {}
         # Layers that may run as CUDA graphs: all that they use comes in through the slots or as an argument.
         held = self._schedule.layers.items()
         allowed = {i for i, own in held if len(own.params) == len([*self.stack[i].parameters()])}
@@ -64,7 +64,7 @@ class Passes:
         if layer.training:  # caches stay empty, as under transformers' own checkpointing
             args, kwargs = without_caches(args, kwargs)
         out = _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
-        for own, name in self._recorded.get(index, ()):
+        for own, name in self._recorded.get((index, layer.training), ()):
             if isinstance(own.get(name), Tensor):
                 own[name] = _Recorded.apply(self._anchor, own[name].detach(), f"{name!r} of layer {index}")
         return out
@@ -164,7 +164,7 @@ class Passes:
         call = partial(self._call, index, x, piece.args, piece.kwargs)
         with torch.enable_grad(), nullcontext() if recompute else kept_graph(self._schedule.layers.get(index)):
             out = self._recompute.run(self.stack[index], call) if recompute else call()
-        if index not in self._recorded:
+        if (index, self.stack[index].training) not in self._recorded:
             self._find_recorded(index)
         return x, out
 
@@ -172,7 +172,7 @@ class Passes:
         """Find where the layer, which has just run with a graph, has recorded tensors of it."""
         every = [(vars(m), n, v) for m in self.stack[index].modules() for n, v in vars(m).items()]
         found = [(own, n) for own, n, v in every if isinstance(v, Tensor) and v.grad_fn is not None]
-        self._recorded[index] = found
+        self._recorded[index, self.stack[index].training] = found
         if found:
             self._graphs.stop()  # a replay would record nothing
 

@@ -443,6 +443,18 @@ def test_a_loss_of_what_layers_leave_in_attributes_is_refused(keep):
         refused(lambda: (first_loss(streamed) + block.recorded).backward(), "'recorded' of layer 0")
 
 
+def test_a_loss_that_layers_leave_in_training_alone_is_refused_though_a_backward_in_evaluation_came_first():
+    model = blocks()
+    block = model.blocks[0]
+    block.result = lambda out: setattr(block, "recorded", out.mean() if block.training else None) or out
+    with streaming(model) as (streamed, own):
+        first_loss(streamed.eval()).backward()
+        own.zero_grad()
+        first_loss(streamed.train()).backward()
+        own.zero_grad()
+        refused(lambda: (first_loss(streamed) + block.recorded).backward(), "'recorded' of layer 0")
+
+
 SPOILT: list[Callable[[dict], object]] = [
     lambda state: state.pop("param_groups"),
     lambda state: state["param_groups"].append({**state["param_groups"][0], "params": [99]}),

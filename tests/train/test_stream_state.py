@@ -329,7 +329,9 @@ def test_the_first_update_with_momentum_has_pytorchs_bits_and_takes_no_second_bu
         assert all(torch.equal(*(t.detach().view(torch.int32) for t in pair)) for pair in pairs)
 
 
-def test_batches_of_ever_other_lengths_take_no_more_of_the_host_than_the_longest():
+@pytest.mark.parametrize("alive", [1, 6])
+def test_batches_of_ever_other_lengths_take_no_more_of_the_host_than_the_longest(alive):
+    """Beside what so many graphs of the shortest took, all alive at once."""
     plain, model, made = qwen3(), qwen3(), weakref.WeakSet()
 
     def noted(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -337,10 +339,10 @@ def test_batches_of_ever_other_lengths_take_no_more_of_the_host_than_the_longest
         return buffer
 
     (batch,) = data(1)
-    batches = [{name: value[:, :length] for name, value in batch.items()} for length in (2, 6, 3, 7, 4, 8, 5, 8)]
-    with streaming(model, choice=Choice(inputs="host")) as (_, own):
-        with patch.object(activations, "pinned_zeros", noted):
-            losses = train(model, own, batches)
-        assert losses == train(plain, adamw(plain), batches)
-        longest = LAYERS * batches[-1]["input_ids"].numel() * model.config.hidden_size * 4
-        assert sum(buffer.nbytes for buffer in made) == longest
+    batches = [{name: value[:, :length] for name, value in batch.items()} for length in (2, 6, 3, 7, 4, 5, 7)]
+    with streaming(model, choice=Choice(inputs="host")) as (_, own), patch.object(activations, "pinned_zeros", noted):
+        graphs = [model_loss(model, batches[0]) for _ in range(alive)]
+        del graphs
+        assert train(model, own, batches) == train(plain, adamw(plain), batches)
+        shortest, longest = (LAYERS * batch["input_ids"][:, :n].numel() * model.config.hidden_size * 4 for n in (2, 7))
+        assert sum(buffer.nbytes for buffer in made) == longest + (alive - 1) * shortest
