@@ -200,7 +200,8 @@ class OnHost:
         """Let the buffer be used again, once the copies have ended; also after a forward without a backward."""
         if self._buffer is not None:
             with uninterrupted():  # Python calls `__del__` anywhere, and drops what is raised in it
-                held, buffer, self._buffer, self._tensor = self._tensor, self._buffer, None, None
+                held, buffer, self._buffer = self._tensor, self._buffer, None
+                self._tensor = self._values = None  # a view would keep a buffer that is replaced
                 self._inputs.compute.after(self._left, self._back)
                 del held  # not before: its memory may be reused from here on
                 self._left = self._back = None
