@@ -131,7 +131,7 @@ class Inputs:
         self.engine, self.device, self.compute = schedule.engine, schedule.device, schedule.compute
         self.inward, self.outward = schedule.inward, schedule.outward
         self.free: list[Tensor] = []  # buffers of bytes that nobody uses; other threads may append some at any time
-        self.leaving: list[OnHost] = []  # still on the device, while their copies may run
+        self.leaving: list[weakref.ref[OnHost]] = []  # still on the device, while their copies may run
 
     def buffer(self, nbytes: int) -> Tensor:
         """A buffer of so many bytes or more: the smallest that fits, or a new one in place of the next smaller, so that
@@ -146,10 +146,12 @@ class Inputs:
 
     def put(self, tensor: Tensor, layer: int) -> "OnHost":
         """Queue the copy to the host. The `LEAVING` latest stay on the device for now."""
-        self.leaving.append(OnHost(self, tensor.detach(), layer))
-        if len(self.leaving) > LEAVING:
-            self.leaving.pop(0).leave()
-        return self.leaving[-1]
+        found = OnHost(self, tensor.detach(), layer)
+        self.leaving.append(weakref.ref(found))
+        earlier = self.leaving.pop(0)() if len(self.leaving) > LEAVING else None
+        if earlier is not None:
+            earlier.leave()
+        return found
 
 
 class OnHost:
@@ -164,7 +166,7 @@ class OnHost:
         self._version = tensor._version
         self._changed: bool | None = None  # in place, before it had left; None until then
         # The backward goes the other way: the tensor that was put before this one is needed next.
-        self._before = weakref.ref(inputs.leaving[-1]) if inputs.leaving else lambda: None
+        self._before = inputs.leaving[-1] if inputs.leaving else lambda: None
         span = inputs.engine.trace.span("out", "inputs", layer)
         self._left = inputs.outward.copy(self._values, tensor, span, inputs.compute.mark())
 

@@ -1,6 +1,7 @@
 """Layers on the host: flat pinned buffers, parameters that are views of them, and gradients; and device buffers of the
 same layout."""
 
+import weakref
 from collections.abc import Callable, Container, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -135,7 +136,7 @@ class Gradients:
     """
 
     def __init__(self, layer: "HostLayer") -> None:
-        self._layer, self._layout = layer, layer.layout
+        self._layer, self._layout = weakref.proxy(layer), layer.layout
         self.slot: Slot | None = None  # set by the schedule if the layer is trained
         self.flat: Tensor | None = None  # made when it is first needed
         self.waiting: Tensor | None = None  # a copy of the slot's
@@ -168,7 +169,7 @@ class Gradients:
         if not self.any:
             return {}
         with self._layer.engine.alone():
-            self._layer.finish_update(self._layer)
+            self._layer.finish_update()
             wait_for(self.arrived)
             if self.waiting is not None:
                 self.buffer().copy_(self.waiting)
@@ -237,10 +238,9 @@ class HostLayer(Traveller):
         self.version = 0  # how many updates have begun
         self.update: Update | None = None  # waits to be queued on the device
         self.keeps_gradients, self.engine = not engine.in_backward, engine
-        # Set by the schedule: whether state travels to the device for updates, or the CPU makes them; what finishes an
-        # update that is pending; and the layer's slot on the device.
+        # Set by the schedule: whether state travels to the device for updates, or the CPU makes them; and the layer's
+        # slot on the device.
         self.travels = False
-        self.finish_update: Callable[[HostLayer], None] = lambda layer: None
         self.slot: Slot | None = None
         self._hooks: list[RemovableHandle] = []
         for name, param in self.params.items():
@@ -276,9 +276,15 @@ class HostLayer(Traveller):
         self.version += bool(found)
         return found
 
+    def finish_update(self) -> None:
+        """Queue the update that is pending, or wait for the CPU's."""
+        schedule = self.engine.schedule
+        if schedule is not None:
+            schedule.finish_update(self)
+
     def visit(self) -> None:
         """Somebody looks at the weights, and may change them: finish the update, and wait for all copies."""
-        self.finish_update(self)
+        self.finish_update()
         wait_for(self.read)
         wait_for(self.left)
         self.touched = True
@@ -354,6 +360,7 @@ class HostLayer(Traveller):
             param.__dict__.pop("_home", None), param.__dict__.pop("_name", None)  # may be called again
             param.data = param.data.to(device, copy=True)
             param.grad = grads[name].to(device, copy=True) if name in grads else None
+        self.slot = self.grads.slot = None  # which hold the layer: in a cycle, its memory would wait for Python's gc
 
     def accept_writes(self, assigned: bool = False) -> None:
         """Let what may have been written to the host's weights count: a copy in the slot is stale. Where `p.data` was

@@ -287,11 +287,11 @@ class _Layer(torch.autograd.Function):
         same = saved.graphs is not None or saved.hooks == Saved.hooks_of(modules)
         found = f"hooks inside layer {ctx.index} that are given keyword arguments were added or removed between"
         require(same, f"{found} its forward and its backward, as PEFT does for aLoRA; allowed: before or after both")
-        ctx.saved = None  # so that somebody who keeps the loss keeps nothing else of the batch
-        with ctx.passes.engine.alone():
+        passes, ctx.passes, ctx.saved = ctx.passes, None, None  # so that somebody who keeps the loss keeps nothing else
+        with passes.engine.alone():
             if saved.graphs is None:
                 hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
-            found = ctx.passes.backward(ctx.index, hidden, saved, grad, ctx.needs_input_grad[1])
+            found = passes.backward(ctx.index, hidden, saved, grad, ctx.needs_input_grad[1])
         return None, found, None, None, None, None
 
 

@@ -60,7 +60,7 @@ class Schedule:
         joins = 0 < len(by_host) < len(trained) and precision.masters == "split"
         by_cpu = replace(precision, masters="whole").state_dtypes(trained[0].flat, *rules) if joins else dtypes
         for layer, slot in zip(self._order, cycle(self.weights), strict=False):
-            layer.slot, layer.finish_update = slot, self.finish_update
+            layer.slot = slot
         for layer, slot in zip(trained, cycle(self.grads), strict=False):
             layer.grads.slot, layer.travels = slot, layer not in by_host
             kept = (dtypes if layer.travels else by_cpu).items()
