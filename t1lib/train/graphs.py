@@ -29,8 +29,7 @@ class LayerGraphs:
         self.kinds = [kinds.setdefault(_kind(layer, i), len(kinds)) for i, layer in enumerate(layers)]
         self.allowed, self._inner = allowed, [list(layer.modules())[1:] for layer in layers]
         self._graphs: dict[Any, tuple[Any, list[Tensor], Tensor | None]] = {}  # with its inputs and its result
-        self._inputs: dict[Any, Tensor] = {}  # by layout, and by number among a call's inputs of this layout
-        self._outputs: dict[Any, Tensor] = {}  # by layout
+        self._buffers: dict[int, list[Tensor]] = {}  # bytes, by number among a call's tensors; -1: its result
         self._seen: set[Any] = set()
         self._pool: Any = None
 
@@ -84,12 +83,7 @@ class LayerGraphs:
 
     def _captured(self, function: Callable[..., Tensor | None], inputs: Any, tensors: list[Tensor]) -> Any:
         """Capture a call. Nothing is computed yet; other threads may go on using the device."""
-        layouts = [_layout(tensor) for tensor in tensors]
-        keys = [(layout, layouts[:at].count(layout)) for at, layout in enumerate(layouts)]
-        for key, tensor in zip(keys, tensors, strict=True):
-            if key not in self._inputs:
-                self._inputs[key] = tensor.detach().clone()
-        own = [self._inputs[key] for key in keys]  # what the graph reads as inputs; graphs share them
+        own = [self._held(number, tensor) for number, tensor in enumerate(tensors)]  # what the graph reads as inputs
         left = iter(own)
         arguments = tree_map(lambda value: next(left) if isinstance(value, Tensor) else value, inputs)
         graph, device, collecting = torch.cuda.CUDAGraph(), tensors[0].device, gc.isenabled()
@@ -104,13 +98,21 @@ class LayerGraphs:
             ):
                 made = function(*arguments)
                 if made is not None:
-                    if _layout(made) not in self._outputs:
-                        self._outputs[_layout(made)] = torch.empty_like(made)
-                    made = self._outputs[_layout(made)].copy_(made.detach())
+                    made = self._held(-1, made).copy_(made.detach())
         finally:
             if collecting:
                 gc.enable()
         return graph, own, made
+
+    def _held(self, number: int, tensor: Tensor) -> Tensor:
+        """A tensor like this one in a buffer that graphs share: batches of other shapes need no more than the largest,
+        unless they come in the order of their sizes."""
+        like = torch.empty_like(tensor, device="meta")  # dense, also where the tensor repeats its values
+        nbytes, buffers = like.untyped_storage().nbytes(), self._buffers.setdefault(number, [])
+        if not any(len(buffer) >= nbytes for buffer in buffers):
+            buffers.append(torch.empty(nbytes, dtype=torch.uint8, device=tensor.device))
+        buffer = next(buffer for buffer in buffers if len(buffer) >= nbytes)
+        return buffer[:nbytes].view(tensor.dtype).as_strided(like.shape, like.stride())
 
 
 def _layout(tensor: Tensor) -> Any:

@@ -213,6 +213,19 @@ def test_a_graph_trains_as_its_launches_do(spec, loss):
     assert graphed.step(of_length(96)).loss == pytest.approx(eager.step(of_length(96)).loss, rel=1e-4)
 
 
+def test_graphs_of_smaller_batches_need_no_more_memory():
+    """A large batch needs 4 MiB for each of the two inputs, and for the result."""
+    layer, held = nn.Identity(), []
+    own = graphs.LayerGraphs([layer], {0})
+    for rows in (1024, 100, 700, 3):
+        for seed in range(4):
+            given = torch.full((rows, 1024), float(seed), device=DEVICE)
+            repeated = torch.arange(1024.0, device=DEVICE).expand(rows, 1024)
+            assert torch.equal(own.run(0, "place", torch.add, given, repeated), given + repeated)
+        held.append(torch.cuda.memory_allocated() - given.nbytes)
+    assert len(own._graphs) == 4 and max(held) - held[0] < 2**20
+
+
 def test_what_a_graph_refuses():
     for options in ({"micro_batch": 1}, {"optimizer": SPECS[1]}):
         refused(partial(trainer, "gpu-graph", **options), "in mode 'gpu-graph'; allowed")
