@@ -154,7 +154,9 @@ class Engine:
         """Free what runs the layers, once nothing that is queued uses it."""
         if self.schedule is not None:
             self._end_thread()
-        self.schedule = self.outer = self.passes = None  # an earlier loss may still hold them
+        if self.passes is not None:
+            self.passes.close()
+        self.schedule = self.outer = self.passes = None
 
     @torch.compiler.disable
     def run(self, index: int, *args: Any, **kwargs: Any) -> Tensor:

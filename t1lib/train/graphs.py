@@ -57,11 +57,13 @@ class LayerGraphs:
         eagerly, with a warning.
 
         where    a key: what the function does, and where on the device everything lies that it uses beside its inputs
-        inputs   tensors, `SIMPLE` objects, and dicts, tuples and lists of them; with other objects it runs eagerly
+        inputs   tensors of one device, `SIMPLE` objects, and dicts, tuples and lists of them; with others, such as a
+                 cache, a mask object, or a number on the CPU, which a capture would read, it runs eagerly
         """
         leaves, structure = tree_flatten(inputs)
         tensors = [value for value in leaves if isinstance(value, Tensor)]
-        if not all(isinstance(value, (Tensor, *SIMPLE)) for value in leaves):  # such as a cache, or a mask object
+        apart = len({tensor.device for tensor in tensors}) > 1
+        if apart or not all(isinstance(value, (Tensor, *SIMPLE)) for value in leaves):
             return function(*inputs)
         shape = tuple(_layout(value) if isinstance(value, Tensor) else value for value in leaves)
         key = self.kinds[index], where, str(structure), shape

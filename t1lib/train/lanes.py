@@ -123,6 +123,7 @@ class UpdateThread:
     def close(self) -> None:
         """End the thread after its jobs; wait for it (unless it calls, as it may drop an engine) and for the device."""
         self._pool.shutdown(wait=threading.get_ident() != self._own)
+        self.error = None  # its traceback holds this thread, and with it what the job used, in a cycle
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

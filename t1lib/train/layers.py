@@ -360,7 +360,8 @@ class HostLayer(Traveller):
             param.__dict__.pop("_home", None), param.__dict__.pop("_name", None)  # may be called again
             param.data = param.data.to(device, copy=True)
             param.grad = grads[name].to(device, copy=True) if name in grads else None
-        self.slot = self.grads.slot = None  # which hold the layer: in a cycle, its memory would wait for Python's gc
+        # Slots hold the layer: in a cycle, its memory would wait for Python's garbage collector.
+        self.bound, self.slot, self.grads.slot = False, None, None
 
     def accept_writes(self, assigned: bool = False) -> None:
         """Let what may have been written to the host's weights count: a copy in the slot is stale. Where `p.data` was

@@ -236,7 +236,7 @@ class Outer:
         for held in self.held:
             if held.released:
                 held.refill()
-        self._stage = Stage.COMPLETE
+        self._stage, self._rest = Stage.COMPLETE, iter(())  # a generator would hold this, in a cycle
         for held in self.held:  # last: until then whoever looks at one comes to `ready`
             held.param.__class__ = nn.Parameter
             held.param.__dict__.pop("_home", None)

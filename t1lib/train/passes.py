@@ -49,6 +49,13 @@ class Passes:
         self._graphs = LayerGraphs(self.stack, allowed)
         self._graph_tokens = launch_bound(engine.layout.numel) if self.device.type == "cuda" else -1  # at most
 
+    def close(self) -> None:
+        """Let go of all buffers: an earlier loss may still hold this, and inputs on the host."""
+        if self._inputs is not None:
+            self._inputs.free.clear()
+        self._schedule = self._outer = self._inputs = None
+        self._graphs = LayerGraphs([], set())
+
     def run(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Run layer `index` on hidden states (B, …) with the other arguments that the model gives it."""
         self._refuse_surroundings(index, hidden)
@@ -90,8 +97,8 @@ class Passes:
     def forward(self, index: int, whole: Piece, save: bool, wanted: bool = False) -> tuple[Tensor, Saved]:
         """Run the layer on a batch; returns its output and, with `save`, what the backward needs. wanted: whether the
         input needs a gradient"""
-        keep = save and index >= self._kept
-        held, modules = self._schedule.layers.get(index), [*self.stack[index].modules()]
+        keep, schedule = save and index >= self._kept, self._schedule
+        held, modules = schedule.layers.get(index), [*self.stack[index].modules()]
         merged = any(own.get("_disable_adapters") and own.get("merged_adapters") for own in map(vars, modules))
         unmerged = "merged adapters that are disabled, which PEFT unmerges on the way: unmerge_adapter() first"
         require(not merged or held is None, unmerged)  # PEFT would take them out of the slot's copy of the weights
@@ -101,7 +108,7 @@ class Passes:
         modes, hooks = Saved.modes_of(modules), Saved.hooks_of(modules)
         saved = Saved(self.device, modes, hooks, version, rows, given, graphs=graphs)
         try:
-            self._schedule.bind(index)
+            schedule.bind(index)
             noted = () if held is None else held.params.values()
             if save:
                 tensors = [value for value in tree_leaves(given) if isinstance(value, Tensor)]
@@ -130,7 +137,7 @@ class Passes:
             if self._outer is not None:
                 self._outer.forward_done(index)
         finally:
-            self._schedule.release(index, around=not save)
+            schedule.release(index, around=not save)
         if save and not keep and self._inputs is not None:
             saved.input = self._inputs.put(whole.hidden, index)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), saved
@@ -240,15 +247,15 @@ class Passes:
     def _replay(self, index: int, piece: Piece, part: Tensor, wanted: bool) -> Tensor | None:
         """Recompute the layer and run its backward as one CUDA graph; returns the input's gradient."""
 
-        def call(hidden: Tensor, grad: Tensor, *given: Any) -> Tensor | None:
-            x, out = self._with_graph(index, Piece(hidden, *given), wanted, recompute=True)
+        def call(hidden: Tensor, args: Any, kwargs: Any, grad: Tensor) -> Tensor | None:
+            x, out = self._with_graph(index, Piece(hidden, args, kwargs), wanted, recompute=True)
             torch.autograd.backward(out, grad)
             return x.grad
 
         held = self._schedule.layers[index]
         key = held.slot, held.grads.slot, self.stack[index].training, wanted
         with self.engine.trace.span("compute", "backward", index):
-            return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
+            return self._graphs.run(index, key, call, piece.hidden.detach(), piece.args, piece.kwargs, part)
 
 
 def has_cache(piece: Piece) -> bool:

@@ -1,6 +1,7 @@
 """Comparisons of the tests of `stream`: a streamed model against a plain one, and what both leave behind."""
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -205,3 +206,19 @@ def held_bytes() -> int:
     tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
     storages = [t.untyped_storage() for t in tensors if t.layout == torch.strided and not t.is_nested]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+@contextmanager
+def all_freed(own: Any) -> Iterator[None]:
+    """In which streaming ends: all its buffers are gone after it, though Python collects no cycles meanwhile."""
+    schedule, inputs, layers = own._engine.schedule, own._engine.passes._inputs, own._engine.host
+    tensors = [*schedule.device_tensors(), *(held.flat for held in layers), *([] if inputs is None else inputs.free)]
+    found = [weakref.ref(tensor) for tensor in tensors]
+    del schedule, inputs, layers, tensors
+    gc.disable()
+    try:
+        yield
+        alive = sum(each() is not None for each in found)
+    finally:
+        gc.enable()
+    assert found and not alive

@@ -47,7 +47,7 @@ def test_what_graphs_would_capture_computes_the_same(rows):
     assert len(calls) == 3 * 4 * 2 * (1 if rows is None else 2)
 
 
-def test_layers_that_compute_otherwise_share_no_graph_and_unknown_objects_are_not_captured():
+def test_layers_that_compute_otherwise_share_no_graph_and_what_a_capture_would_read_is_not_captured():
     different, alike = ([nn.Linear(4, 4) for _ in range(2)] for _ in range(2))
     config = object()
     for layer, window in zip(different, ("64", "32"), strict=True):
@@ -57,8 +57,9 @@ def test_layers_that_compute_otherwise_share_no_graph_and_unknown_objects_are_no
     assert [len(set(LayerGraphs(layers, set()).kinds)) for layers in (different, alike)] == [2, 1]
     graphs, calls = LayerGraphs([nn.Linear(4, 4)], {0}), []
     for _ in range(3):
-        graphs.run(0, "place", lambda x, cache: calls.append(cache) or x, torch.ones(2, 4), object())
-    assert len(calls) == 3 and not graphs._seen
+        for given in (object(), torch.ones((), device="meta")):  # as a number on the CPU beside a GPU's tensors
+            graphs.run(0, "place", lambda x, other: calls.append(other) or x, torch.ones(2, 4), given)
+    assert len(calls) == 6 and not graphs._seen
 
 
 @pytest.mark.parametrize("planned_for", [None, (2, 6)])

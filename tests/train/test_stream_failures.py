@@ -257,11 +257,17 @@ def test_an_update_that_has_overwritten_gradients_is_not_tried_again(come_too, e
         refused(lambda: list(way.by_piece(layer, given)), "an update ended halfway")
 
 
-def test_a_failed_update_is_told_by_close_which_gives_an_ordinary_model_back():
+@pytest.mark.parametrize("where, share", [(schedule, 1.0), (travel, 0.0)], ids=["CPU", "device"])
+def test_a_failed_update_is_told_by_close_which_gives_an_ordinary_model_back(where, share):
+    """And all memory, though nothing collects garbage."""
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("broken")
+
     model = blocks()
-    _, own = stream_cases.streamed_with(model, choice=Choice(host_share=1.0, outer="host"))
+    _, own = stream_cases.streamed_with(model, choice=Choice(host_share=share, outer="host"))
     model_loss(model, BATCHES[0]).backward()
-    with patch.object(schedule, "update", side_effect=ArithmeticError("broken")):
+    with patch.object(where, "update", fail), stream_cases.all_freed(own):
         with suppress(ArithmeticError):  # the first layer's update may have failed by the time the last one's begins
             own.step()
         with pytest.raises(ArithmeticError, match="broken"):
