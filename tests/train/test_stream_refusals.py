@@ -220,6 +220,15 @@ def given_blocks(model: nn.Module, optimizer: Any) -> None:
     model.blocks[0](model.embed(BATCHES[0]["input_ids"]), mask)
 
 
+def closed_within(model: nn.Module, optimizer: Any) -> None:
+    """By a hook in the middle of a layer, which goes on as an ordinary one."""
+    handle = layers_of(model)[1].mlp.register_forward_hook(lambda *_: optimizer.close())
+    loss = first_loss(model)
+    handle.remove()
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    loss.backward()
+
+
 def closed_in_between(model: nn.Module, optimizer: Any) -> None:
     late, before = first_loss(model), looks(model)
     optimizer.close()
@@ -350,6 +359,7 @@ ONGOING: dict[str, tuple] = {
     "the same, without state": at_once(late_backward, "has been updated since", make=partial(sgd, momentum=0.0)),
     "the same, by the CPU": at_once(late_backward, "has been updated since", choice=Choice(host_share=1.0)),
     "a backward after closing": during(closed_in_between, "close()", choice=Choice(outer="host")),
+    "the same, in the middle of a layer": during(closed_within, "close()"),
     "a second backward": during(lambda m, o: (loss := first_loss(m)).backward(retain_graph=True) or loss.backward()),
     "accumulated, announced otherwise": during(
         lambda m, o: train(m, o, BATCHES, accumulate=2), "zero_grad", make=sgd, accumulate=False
