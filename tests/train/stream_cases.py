@@ -155,14 +155,16 @@ class Masters:
 
 
 def in_pieces(layers: nn.ModuleList, rows: int | None = None) -> None:
-    """Make each layer run `rows` rows at a time (None: all), under PyTorch's recomputation, which draws again."""
+    """Make each layer run `rows` rows at a time (None, or with a cache in evaluation: all), under PyTorch's
+    recomputation, which draws again."""
     for layer in layers:
-        layer.forward = partial(_in_pieces, layer.forward, rows)
+        layer.forward = partial(_in_pieces, layer, layer.forward, rows)
 
 
-def _in_pieces(run: Callable, rows: int | None, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    kwargs |= {name: None for name in ("past_key_values", "cache") if name in kwargs}  # by version of transformers
-    whole = len(hidden)
+def _in_pieces(layer: nn.Module, run: Callable, rows: int | None, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    caches = {name: None for name in ("past_key_values", "cache") if name in kwargs}  # by version of transformers
+    rows = None if not layer.training and any(kwargs[name] is not None for name in caches) else rows
+    kwargs, whole = kwargs | caches, len(hidden)
     starts = list(range(0, whole, rows or whole))
 
     def piece(start: int) -> Tensor:
