@@ -26,7 +26,7 @@ report: install
 	$(BIN)/python -m t1lib report --profile $(PROFILE)
 
 test: install
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 lab: install
 	$(BIN)/python -m jupyterlab --allow-root --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/start.ipynb

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,16 @@ def no_process_group_left():
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server_of_the_module():
+    """Each test module has its own, which imports what that module's processes need: one that another has left knows
+    other modules, so that every process would import for seconds. (Python 3.11 does not hand `sys.path` to it.)"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        yield
+    forkserver._forkserver._stop()
 
 
 @pytest.fixture(scope="session")

@@ -23,14 +23,6 @@ from t1lib.memory import is_out_of_memory
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def found_by_the_fork_server():
-    """Python 3.11 does not hand `sys.path` to it: each process would import this module, and all it needs, anew."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        yield
-
-
 def stumble(error):
     raise error
 
