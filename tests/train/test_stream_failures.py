@@ -257,9 +257,10 @@ def test_an_update_that_has_overwritten_gradients_is_not_tried_again(come_too, e
         refused(lambda: list(way.by_piece(layer, given)), "an update ended halfway")
 
 
-@pytest.mark.parametrize("where, share", [(schedule, 1.0), (travel, 0.0)], ids=["CPU", "device"])
-def test_a_failed_update_is_told_by_close_which_gives_an_ordinary_model_back(where, share):
-    """And all memory, though nothing collects garbage."""
+@pytest.mark.parametrize("where, share, again", [(schedule, 1.0, False), (schedule, 1.0, True), (travel, 0.0, False)])
+def test_a_failed_update_is_told_by_what_closes_which_gives_an_ordinary_model_back(where, share, again):
+    """Without the gradients that it may have changed. And all memory, though nothing collects garbage. One that has not
+    begun on the device is tried again, also by `stream`."""
 
     def fail(*_: Any) -> None:
         raise ArithmeticError("broken")
@@ -271,8 +272,9 @@ def test_a_failed_update_is_told_by_close_which_gives_an_ordinary_model_back(whe
         with suppress(ArithmeticError):  # the first layer's update may have failed by the time the last one's begins
             own.step()
         with pytest.raises(ArithmeticError, match="broken"):
-            own.close()
+            stream_cases.streamed_with(model) if again else own.close()
     assert all(type(param) is nn.Parameter for param in model.parameters())
+    assert all(param.grad is None for param in model.blocks.parameters())
     model.zero_grad()
     with streaming(model) as (streamed, own):
         train(streamed, own, BATCHES[:2])

@@ -317,6 +317,16 @@ def test_gradients_that_are_zeroed_need_none_themselves():
         assert not any(param.grad.requires_grad or param.grad.any() for param in params)
 
 
+def test_the_models_zero_grad_is_for_all_its_parameters_the_optimizers_for_its_own():
+    model = qwen3(tie_word_embeddings=False)
+    with streaming(model, adamw(model.model)) as (streamed, own):
+        model_loss(streamed, BATCHES[0]).backward()
+        own.zero_grad()
+        assert [name for name, param in model.named_parameters() if param.grad is not None] == ["lm_head.weight"]
+        model.zero_grad()
+        assert model.lm_head.weight.grad is None
+
+
 @pytest.mark.parametrize("kind", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 def test_the_first_update_with_momentum_has_pytorchs_bits_and_takes_no_second_buffer(kind):
     """Also of a gradient of −0."""
