@@ -2,6 +2,7 @@
 and how near it is to what an H200 measured."""
 
 import json
+import re
 import shlex
 from dataclasses import asdict, replace
 from functools import partial
@@ -83,6 +84,25 @@ def test_only_streamed_layers_run_as_graphs():
         assert (device_bytes(graphed, choice) > device_bytes(eager, choice)) == (mode == "slide")
 
 
+@pytest.mark.parametrize(
+    ("work", "shares", "waiting"),
+    [
+        (WORK, {0.0, 0.25}, {"host"}),
+        (TOGETHER, {0.0, 0.25}, {"host", "device"}),
+        (replace(TOGETHER, graphed=True), {0.0, 0.25}, {"host"}),
+        (replace(TOGETHER, cuda=False), {1.0}, {"host"}),
+        (replace(LORA, together=False), {0.0}, {"host"}),
+        (replace(LORA, cuda=False), {0.0}, {"host"}),
+    ],
+    ids=["plain", "clipped", "graphs", "on a CPU", "frozen", "frozen, on a CPU"],
+)
+def test_what_a_plan_chooses_from(work, shares, waiting):
+    """The CPU's share of the updates, and where gradients wait. On a CPU there is no device that could take either."""
+    found = [*alternatives(work)]
+    assert {choice.host_share for choice in found} == shares and {choice.grads for choice in found} == waiting
+    assert {choice.outer for choice in found} == ({"device", "host"} if work.outer else {"device"})
+
+
 def test_clipped_updates_are_shared_between_link_and_cpu():
     """In 16 GiB: layers stay on the device, and of the others the CPU updates some, as far as it is quick."""
     shares = {}
@@ -100,7 +120,6 @@ def test_frozen_layers_need_no_state_no_gradients_and_no_updates():
         assert frozen < trained
     assert host_bytes(LORA, Choice()) == 28 * LORA.layer * 2
     assert device_bytes(LORA, Choice(resident=1)) - device_bytes(LORA, Choice()) == LORA.layer * 2
-    assert {choice.host_share for choice in alternatives(LORA)} == {0.0}
     some = replace(WORK, frozen=10)
     assert host_bytes(some, Choice()) == WORK.layer * (28 * 2 + 18 * 12)
 
@@ -303,6 +322,8 @@ def test_why_the_others_fail_and_what_needs_the_least():
     assert recommended(found.values()) == fastest and recommended([fastest, plainer]) == plainer
     nowhere = predict(SETTING, 16 * GIB, 8 * GIB, H200)
     refused(lambda: recommended(nowhere), "nothing fits; the least is mode slide", "which needs 1")
+    tight = {(p.mode, p.head): p for p in predict(SETTING, GIB, None, H200)}["slide", "fused"]
+    assert tight.lacks == "device" and GIB < tight.reserved < inf and tight.choice.outer == "host"
     need = min(p.host for p in nowhere if p.lacks == "host")
     assert recommended(predict(SETTING, 16 * GIB, int(need) + 1, H200)).mode == "slide"
 
@@ -310,13 +331,18 @@ def test_why_the_others_fail_and_what_needs_the_least():
 def test_the_command_prints_the_table_and_a_command_to_train_as_a_shell_takes_it(command, monkeypatch):
     asked = ["--model", "qwen3-8b", "--seq", "4096", "--vram", "16 GiB", "--max-grad-norm", "0"]
     out = command("plan", *asked, "--change", "rope_parameters", (value := "{'rope_type': 'default'}"))
-    assert out.count("the device has") == 8 and "recommended: mode slide, head fused" in out
-    assert "an H200's rates, not this machine's" in out
+    size = r" +\d+\.\d GiB"
+    assert re.search(rf"(?m)^slide  fused{size}{size}{size} +\d\.\d\d s +\d,\d{{3}}  fits$", out)
+    assert out.count("the device has") == 8 and "recommended: mode slide, head fused (slots 2, resident" in out
+    assert "an H200's rates, not this machine's" in out and " H200 step " in out
     to_train = shlex.split(out.splitlines()[-2])
     assert " ".join(to_train[:10]) == "python -m t1lib train --model qwen3-8b --mode slide --head fused"
     assert to_train[-3:] == ["--change", "rope_parameters", value]
     given = dict(zip(to_train[4::2], to_train[5::2], strict=False))
-    assert {"--gpu-memory": "16 GiB", "--seq": "4096", "--max-grad-norm": "0"}.items() <= given.items()
+    expected = {"--gpu-memory": "16 GiB", "--seq": "4096", "--max-grad-norm": "0", "--workspace": "256MiB"}
+    assert expected.items() <= given.items()
+    assert "recommended: mode gpu, head fused\n" in command("plan", "--model", "qwen3-0.6b", "--vram", "80GiB")
+    assert "--workspace" not in command("plan", "--model", "tiny", "--vram", "1GiB", "--workspace", "1KiB")
     config = shape_only("tiny").config  # of a model of the hub there is no such command
     monkeypatch.setattr(models.AutoConfig, "from_pretrained", lambda *_, **__: config)
     assert "t1lib train" not in command("plan", "--model", "owner/model", "--vram", "1GiB")
@@ -330,7 +356,8 @@ def test_without_a_budget_the_command_names_the_memory_that_is_free(command, bad
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     monkeypatch.setattr(fused_plan, "device_of", lambda _: Device("hopper", 132))
     out = command("plan", "--model", "qwen3-8b", "--seq", "16384")
-    assert "--gpu-memory 24576MiB" in out.splitlines()[-2] and "this machine's rates" in out
+    assert "--gpu-memory 24576MiB" in out.splitlines()[-2] and "times by this machine's rates" in out
+    assert " step " in out and "H200 step" not in out
 
 
 @pytest.mark.parametrize(
@@ -340,6 +367,7 @@ def test_without_a_budget_the_command_names_the_memory_that_is_free(command, bad
         ("--model tiny --vram 1GiB --optimizer sgd --moments bfloat16", "moments='bfloat16' with name='sgd'"),
         ("--model tiny --vram 1GiB --dtype float32 --split-master", "split masters of float32 weights"),
         ("--vram 16GiB", "--model is missing"),
+        ("--model tiny --vram 1GiB --dtype float16", "unknown dtype 'float16'; allowed: bfloat16, float32"),
         ("--model tiny --vram 1GiB --max-grad-norm nan", "--max-grad-norm nan; allowed: 0 or more"),
         (f"--model tiny --vram 1GiB --host {'9' * 400}GiB", "bad size '999"),
         ("--model tiny --vram 15", "bad size '15'; allowed: 1048576 to 2**60 bytes, as a whole number or with B, KiB"),
