@@ -482,6 +482,12 @@ def test_a_state_that_does_not_fit_changes_nothing():
             spoil(state := copy.deepcopy(own.state_dict()))
             refused(partial(own.load_state_dict, state))
             refused(partial(unplanned.load_state_dict, state))
+    plain = blocks()
+    used = adamw(plain)
+    train(plain, used, BATCHES[:1])
+    used.state[plain.head.weight]["exp_avg"] = torch.zeros(3, 3)
+    refused(lambda: streamed_with(plain, used), "exp_avg of 'head.weight' has shape (3, 3)")
+    assert all(type(param) is nn.Parameter for param in plain.parameters())
 
 
 def test_what_is_refused_changes_nothing():

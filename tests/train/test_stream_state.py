@@ -118,6 +118,18 @@ def test_a_closed_model_its_copy_and_the_model_streamed_again_train_on():
             assert_same_weights(found, plain)
 
 
+@pytest.mark.parametrize("options", MIXTURES)
+def test_close_leaves_the_gradients_that_are_there(options):
+    plain, model = blocks(), blocks()
+    with streaming(model, **options) as (streamed, own):
+        for one, optimizer in ((plain, None), (streamed, own)):
+            model_loss(one, BATCHES[0]).backward()
+            own_clip(one, optimizer)
+            one.head.weight.grad = one.blocks[0].up.weight.grad = None
+    for mine, usual in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is usual.grad is None or torch.equal(mine.grad, usual.grad)
+
+
 @pytest.mark.parametrize("options", MIXTURES[:3])
 @pytest.mark.parametrize("masters", ["whole", "split"])
 def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(masters, options):
