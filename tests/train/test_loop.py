@@ -20,7 +20,7 @@ from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, Trace
 from t1lib.train import MODES, make_trainer
-from t1lib.train.modes import FsdpTrainer
+from t1lib.train.modes import WORKSPACE, FsdpTrainer
 
 ADAMW, SGD, MOMENTUM = (OPTIMIZERS[name] for name in ("adamw", "sgd", "momentum"))
 MASTERS = OptimizerSpec("adamw", lr=1e-2)
@@ -89,9 +89,14 @@ def test_micro_batches_add_up_to_the_batch(mode):
 
 
 def test_a_budget_chooses_what_is_kept_where():
-    """And in the reports' own setting embedding and head stay on the host."""
+    """Head `fused` gets a workspace, unless it has a bound of its own. In the reports' own setting embedding and head
+    stay on the host."""
+    bounds: list[dict] = [{}, {"workspace": 2**20}, {"chunks": 2}]
+    budget = partial(make_trainer, mode="slide", gpu_memory="256MiB", plan_for=(5, 9))
+    found = [budget(model(), head_options=own).head_options for own in bounds]
+    assert found == [{"workspace": WORKSPACE}, *bounds[1:]]
     options = {"optimizer": ADAMW, "head_options": {"chunks": 2}}
-    trainer = make_trainer(model(), "slide", gpu_memory="256MiB", plan_for=(5, 9), **options)
+    trainer = budget(model(), **options)
     assert trainer.engine.choice != Choice()
     assert run(trainer)[0] == run(make_trainer(model(), "gpu", **options))[0]
     reports = make_trainer(REPORTS(), "slide", loss="mean_square", optimizer="sgd")
