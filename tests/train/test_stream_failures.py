@@ -259,8 +259,8 @@ def test_an_update_that_has_overwritten_gradients_is_not_tried_again(come_too, e
 
 @pytest.mark.parametrize("where, share, again", [(schedule, 1.0, False), (schedule, 1.0, True), (travel, 0.0, False)])
 def test_a_failed_update_is_told_by_what_closes_which_gives_an_ordinary_model_back(where, share, again):
-    """Without the gradients that it may have changed. And all memory, though nothing collects garbage. One that has not
-    begun on the device is tried again, also by `stream`."""
+    """Without the gradients that it may have changed. And all memory, though nothing collects garbage. (On the device
+    `stream` would try again what has not begun.)"""
 
     def fail(*_: Any) -> None:
         raise ArithmeticError("broken")
@@ -271,9 +271,8 @@ def test_a_failed_update_is_told_by_what_closes_which_gives_an_ordinary_model_ba
     with patch.object(where, "update", fail), stream_cases.all_freed(own):
         with suppress(ArithmeticError):  # the first layer's update may have failed by the time the last one's begins
             own.step()
-        if again:  # once it has failed: `stream` refuses gradients first
-            with suppress(ArithmeticError):
-                own.drain()
+            if again:
+                own.drain()  # until it has failed: `stream` refuses gradients first
         with pytest.raises(ArithmeticError, match="broken"):
             stream_cases.streamed_with(model) if again else own.close()
     assert all(type(param) is nn.Parameter for param in model.parameters())
