@@ -1,14 +1,19 @@
-"""Sizes in words, pinned host memory, how much of the host's memory is free, and whether an error means too little."""
+"""Sizes in words, pinned host memory, how much of the host's memory is free, whether an error means too little, and how
+much memory some code holds."""
 
 import ctypes
 import os
 import sys
 import warnings
 import weakref
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 GIB = 2**30
 SMALL = 2**20
@@ -56,6 +61,37 @@ def pinned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
         refused = f"the system refused to pin memory (CUDA error {code}; see `ulimit -l`)"
         warnings.warn(f"{refused}: copies to and from it make the host wait", stacklevel=2)
     return buffer
+
+
+class LiveBytes(TorchDispatchMode):
+    """A context that counts the bytes of the tensors made in it that are alive: `now`, and at most, `peak`. On any
+    device, and without regard to how an allocator rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, weakref.ref] = {}  # storages that are alive, by address
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self._note((args, kwargs), made=False)
+        out = func(*args, **(kwargs or {}))
+        self._note(out, made=True)
+        return out
+
+    def _note(self, values: Any, made: bool) -> None:
+        for value in tree_leaves(values):
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided:  # sparse ones have no storage
+                storage = value.untyped_storage()
+                if storage._cdata not in self._known:
+                    nbytes = storage.nbytes() * made
+                    forget = partial(self._forget, storage._cdata, nbytes)
+                    self._known[storage._cdata] = weakref.ref(storage, forget)
+                    self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def _forget(self, key: int, nbytes: int, _: Any) -> None:
+        del self._known[key]
+        self.now -= nbytes
 
 
 def host_available() -> int:

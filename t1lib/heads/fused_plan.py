@@ -260,13 +260,14 @@ def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks
 
 
 def bytes_held(
-    tokens: int, vocab: int, hidden: int, size: int, workspace: int, chunks: int | None, tail: str | None, early: bool
-) -> int:
-    """For the planner: bytes that both gradients need within a workspace, or in so many chunks, for operands of `size`
-    bytes per element; on this GPU or, if there is none, on an H200. early: whether the forward may compute them. Raises
-    `T1Error` as `plan` does."""
+    tokens: int, vocab: int, hidden: int, size: int, workspace: int, chunks: int | None, tail: str | None, early: bool,
+    trained: bool,
+) -> int:  # fmt: skip
+    """For the planner: bytes that the gradients need within a workspace, or in so many chunks, for operands of `size`
+    bytes per element; on this GPU or, if there is none, on an H200. early: whether the forward may compute them;
+    trained: whether the weight has one. Raises `T1Error` as `plan` does."""
     device = device_of(torch.device("cuda")) if torch.cuda.is_available() else Device("hopper", 132)
-    shape = Shape(tokens, vocab, hidden, torch.bfloat16 if size == 2 else torch.float32, de=True, dw=True)
+    shape = Shape(tokens, vocab, hidden, torch.bfloat16 if size == 2 else torch.float32, de=True, dw=trained)
     early &= chunks is not None or workspace >= early_from(tokens, vocab, hidden, size, cuda=True)
     chosen = plan("early" if early else "late", shape, None if chunks else workspace, device, chunks)
     need = bytes_needed(shape, chosen, early)

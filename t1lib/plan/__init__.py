@@ -1,5 +1,4 @@
 """Will it fit, and how long will it take? Memory and time of a training step, predicted from shapes and a few rates.
 
 `work` counts what a step needs, `rates` says what a machine reaches, `cost` gives the memory and time of a `Choice` of
-what lies where, and `choose` finds the fastest one within a budget, and predicts every mode but gpu-graph with every
-head. Nothing is trained, and no weights are made. `t1lib.train` asks this package, which never imports it."""
+what lies where, and `choose` finds the fastest within a budget. `t1lib.train` asks this package, never the reverse."""

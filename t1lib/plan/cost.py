@@ -21,8 +21,7 @@ GATHERED = 2  # buffers of `ROWS` rows, used in turn
 LEAVING = 2  # latest layer inputs that stay on the device: a copy to the host may take as long as a layer computes
 
 # For the prediction of memory.
-BACKWARD = 3.1  # tensors of a layer's inner width that its backward holds beside its saved activations (measured)
-FORWARD = 4  # tensors of that width that the forward of a layer holds if it saves nothing
+FORWARD = 4  # tensors of a layer's inner width that the forward of a layer holds if it saves nothing
 NORM = 6, 12  # tensors of the hidden states' size that the last norm holds: beside the output layer; in its backward
 # Reserved per live byte, and in gaps as a share of the largest tensor: as expected, and at most (see `frontier`).
 EXPECTED, MOST = (1.003, 0.62), (1.03, 1.0)
@@ -148,8 +147,7 @@ class _OnDevice:
         self.saved = choice.keep * (work.live * work.saved + self.hidden * work.streams) + self.inputs
         # What a layer's backward holds beside its saved activations; and with them, where it is recomputed. What the
         # replays of graphs use counts only as reserved.
-        self.beside = BACKWARD * work.micro_tokens * work.inner * work.itemsize
-        self.again = (self.beside + work.micro_tokens * work.saved * (self.recomputed > 0)) * (self.graphed == 0)
+        self.again = (work.beside + work.micro_tokens * work.saved * (self.recomputed > 0)) * (self.graphed == 0)
         # When all gradients that wait are there, so are the inputs of the resident layers that come first.
         first = np.minimum(first_streamed(work, choice), self.recomputed) * (choice.inputs == "device")
         self.waiting = self.waiting_grads + first * self.hidden * (choice.grads == "device")
@@ -181,7 +179,7 @@ class _OnDevice:
             # Of a layer, of the next one and of the first one; without micro-batches, the layer holds its own anyway.
             inputs = np.minimum(3, self.recomputed) * self.hidden * (self.work.pieces > 1)
         grads = self.summed + self.outer_in_backward
-        begins = grads + np.maximum(self.saved + self.beside, inputs + self.again)
+        begins = grads + np.maximum(self.saved + self.work.beside, inputs + self.again)
         return np.maximum(begins, grads + self.waiting + self.again)
 
     def end(self) -> Any:
@@ -205,7 +203,7 @@ def reserved_bytes(work: Work, allocated: Any, choice: Choice, most: bool = Fals
     weights = max(work.layer, work.largest * (work.outer > 0)) * work.itemsize
     activations = 2 * work.micro_tokens * work.inner * work.itemsize  # two tensors of the layer's inner width
     # The graphs of layers reserve what a recomputation and a backward hold.
-    graphs = work.micro_tokens * (work.saved + BACKWARD * work.inner * work.itemsize)
+    graphs = work.micro_tokens * work.saved + work.beside
     largest = max(weights, activations, work.logits)
     return spread * allocated + gap * largest + graphs * (graphed_layers(work, choice) > 0)
 

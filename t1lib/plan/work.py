@@ -17,6 +17,7 @@ from t1lib.models import layer_arguments, split
 
 MODES = ("gpu", "ckpt", "slide", "fsdp")  # that are predicted, the plainest first; fsdp in one process, with offload
 SLACK = 64 * 2**20  # bytes that any step on a GPU holds in addition: cuBLAS's workspaces, small tensors
+BACKWARD = 3.1  # tensors of a layer's inner width that its backward holds beside its saved activations (measured)
 SHORT = 2048  # tokens per row at which attention reaches half its rate over long rows, on an H200 (measured)
 DtypesOf = Callable[[torch.Tensor], dict[str, torch.dtype]]
 _SAVED: dict[tuple, int] = {}  # what `saved_bytes` has found
@@ -42,12 +43,14 @@ class Work:
     frozen: int = 0  # layers that are not trained; they count as the first ones
     aside: int = 0  # bytes that never leave the device: buffers; all other parameters, with gradients and state
     inner: int = 0  # width of a layer's widest activation
+    beside: float = 0  # bytes that a layer's backward holds beside its saved activations
     head: int = 0  # parameters of the output layer, if the loss uses it
     tied: int = 0  # of them, those that are also the embedding's, and trained
     in_place: bool = False  # whether the embedding's gradient is added to that which the output layer made of them
     largest: int = 0  # elements of the largest parameter
     vocabulary: int = 0  # rows of the output layer
     logits: int = 0  # bytes of the output layer's largest tensor, if that is the logits as a whole
+    head_frozen: bool = False  # whether the output layer's weight is, so that its gradient is not computed
     capped: bool = False  # whether logits have a softcap, whose derivative the backward needs
     head_moves: float = 0.0  # bytes per logit that the output layer moves beside its three products
     attention: int = 0  # operations per token of a layer's forward without weights, at the rate of long rows
@@ -123,7 +126,7 @@ def work_of(
     workspace: int = 2**29, together: bool = True, layers: Sequence[nn.Module] | None = None,
     trained: Collection[nn.Parameter] | None = None, hidden: int | None = None, saved: int | None = None,
     cuda: bool = True, accumulates: bool = False, streamed: Container[str] | None = None,
-    travelling: Collection[nn.Parameter] | None = None,
+    travelling: Collection[nn.Parameter] | None = None, beside: float | None = None,
 ) -> Work:  # fmt: skip
     """The counts for a step of `rows` × `seq` tokens in mode slide, `micro_batch` rows at a time.
 
@@ -132,7 +135,7 @@ def work_of(
     trained     the parameters that are trained (None: those that require a gradient)
     streamed    names of each layer's parameters that stream (None: all), all of them trained in a layer, or none
     travelling  trained parameters outside the layers whose state may travel (None: all)
-    hidden      with `saved`, as in `Work` (None: by the model's configuration, and by running a layer of it)
+    hidden      with `saved` and `beside`, as in `Work` (None: by the configuration, and by running a layer of it)
     """
     config = getattr(model, "config", None)
     layers = split(model).layers if layers is None else layers
@@ -149,6 +152,7 @@ def work_of(
     both = output is not None and output.weight is model.get_input_embeddings().weight and output.weight in trained
     tied = output.weight.nbytes // dtype.itemsize if both else 0
     micro_tokens = min(micro_batch or rows, rows) * seq
+    inner = max((max(p.shape) for p in layers[0].parameters() if p.dim() > 1), default=0)
     heads = getattr(config, "num_attention_heads", 0)  # none in a model without such a configuration
     attention = heads and heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return Work(
@@ -156,9 +160,10 @@ def work_of(
         itemsize=dtype.itemsize, saved=saved_bytes(config, dtype, seq) if saved is None else saved,
         state=sum(kind.itemsize for kind in state.values()), tokens=rows * seq, micro_tokens=micro_tokens,
         workspace=workspace * (output is not None), together=together, accumulates=accumulates, aside=aside,
-        inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() > 1), default=0), tied=tied,
+        inner=inner, beside=BACKWARD * micro_tokens * inner * dtype.itemsize if beside is None else beside, tied=tied,
         frozen=sum(trained.isdisjoint(params) for params in own), head=vocabulary * width,
         largest=max(p.nbytes for p in model.parameters()) // dtype.itemsize, vocabulary=vocabulary,
+        head_frozen=output is not None and output.weight not in trained,
         # Two products, half of whose entries count, and more for the lower rate of short rows; windows are ignored.
         attention=2 * (seq + SHORT) * attention, graphed=cuda and micro_tokens <= launch_bound(numel), cuda=cuda,
         masters="master" in state, split="low" in state, capped=bool(getattr(config, "final_logit_softcapping", None)),
@@ -187,10 +192,10 @@ def with_head(
     """
     if head == "fused" and not work.cuda:
         head = "chunked" if filter_eps is None else "full"
-    tokens, vocabulary, size = work.live, work.vocabulary, work.itemsize
+    tokens, vocabulary, size, trained = work.live, work.vocabulary, work.itemsize, not work.head_frozen
     held, moved, count = work.workspace if workspace is None else workspace, 1.5, tokens * vocabulary
     if head == "full":
-        held, moved = max((12 + 4 * work.capped) * count - work.head * size * (work.outer > 0), 0), 20.0
+        held, moved = max((12 + 4 * work.capped) * count - work.head * size * trained, 0), 20.0
     elif head == "chunked":  # with a workspace, as large chunks as fit into it
         chunks = chunks if workspace is None else 1
         need, moved = chunked_bytes(tokens, vocabulary, work.hidden, size, by, chunks, work.capped), 10.5
@@ -201,7 +206,7 @@ def with_head(
         held = max(8 * rows * vocabulary, (work.head + tokens * work.hidden) * size)
         moved = 2 * size * work.hidden / rows
     elif size <= 4:
-        need = fused_bytes(tokens, vocabulary, work.hidden, size, held, chunks, tail, filter_eps is None)
+        need = fused_bytes(tokens, vocabulary, work.hidden, size, held, chunks, tail, filter_eps is None, trained)
         held = min(need, need if chunks else held, 12 * count)
     logits, in_place = 4 * count * (head == "full"), head in ("chunked", "fused")
     return replace(work, workspace=held, logits=logits, head_moves=moved, in_place=in_place)

@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from t1lib.errors import choose, is_number, is_whole, require, shown
 from t1lib.heads import DEFAULT_HEAD, parse_bytes
 from t1lib.heads.fused_plan import DEFAULT_WORKSPACE
-from t1lib.memory import GIB, host_available
+from t1lib.memory import GIB, LiveBytes, host_available
+from t1lib.models import layer_arguments, split
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice
 from t1lib.plan.rates import this_machine
 from t1lib.plan.work import Work, saved_by, saved_by_layer, with_head, work_of
 from t1lib.train.activations import Piece, split_rows
+
+SAMPLE = 8192  # tokens on which a layer with adapters runs, so that its activations outweigh copies of its weights
 
 if TYPE_CHECKING:
     from t1lib.train.engine import Engine
@@ -100,7 +103,7 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
             micro_batch=engine.micro_batch, workspace=DEFAULT_WORKSPACE, together=not engine.in_backward,
             layers=engine.stack, trained=trained, cuda=engine.device.type == "cuda",
             accumulates=engine.accumulate, streamed=engine.layout.shapes, travelling=engine.may_travel(),
-            **_measured(engine, piece, inner, seq),
+            **_measured(engine, piece, inner, rows, seq),
         )  # fmt: skip
     if not work.vocabulary:  # the model does not tell its output layer
         return replace(work, workspace=head.get("workspace") or 0)
@@ -109,34 +112,63 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
     return replace(work, workspace=work.workspace + logits)
 
 
-def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int) -> dict[str, int]:
-    """Arguments `hidden` and `saved` of `work_of` (width, bytes per token) if the configuration does not tell: measured
-    by running a layer on as many rows as it computes at a time or, for a decoder of transformers with adapters, on
-    short ones (`saved` only)."""
+def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, rows: int, seq: int) -> dict[str, int]:
+    """Arguments `hidden`, `saved` and `beside` of `work_of` if the configuration does not tell: measured by running a
+    layer on as many rows as it computes at a time (`hidden`, `saved`) or, for a decoder of transformers with adapters
+    or under autocast, on fewer tokens (`saved`, `beside`)."""
     layer, held = engine.stack[0], next(iter(engine.host), None)
-    adapted = len(engine.layout.shapes) < sum(1 for _ in layer.parameters())
+    more = len(engine.layout.shapes) < sum(1 for _ in layer.parameters())  # than the configuration says: adapters
+    more |= torch.is_autocast_enabled(engine.device.type)
     base, kinds = getattr(inner, "base_model", None), MODEL_FOR_CAUSAL_LM_MAPPING
     known = [*getattr(base, "layers", ())] == engine.stack and hasattr(base, "norm") and type(base.config) in kinds
-    if known and adapted:  # `saved_by_layer` takes the model itself apart
+    if known and more:  # `saved_by_layer` takes the model itself apart
         head = inner.get_output_embeddings()
         known = isinstance(getattr(head, "layer", head), nn.Linear)  # a stand-in while a patched model is called
-    if known and not adapted:
+    if known and not more:
         return {}
     early = "plan_for is for decoders such as Llama of transformers; leave it out: the first batch decides"
     require(piece is not None or known, early)
     buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]  # such as running means, which a run changes
+    modes = [(module, module.training) for module in layer.modules()]
+    if piece is None:
+        layer.train()  # as it will be: dropout saves its masks
     if held is not None:
         held.accept_writes()
         held.bind({n: view.to(engine.device) for n, view in held.views.items()})
     try:
         if known:
-            return {"saved": saved_by_layer(inner, engine.layout.dtype, seq)}
+            tokens, dtype = min(engine.micro_batch or rows, rows) * seq, engine.layout.dtype
+            fixed, most = _held_by_layer(inner, dtype, tokens)
+            saved = saved_by_layer(inner, dtype, seq) + -(-fixed // tokens)
+            return {"saved": saved, "beside": max(most - tokens * saved, 0)}
         part = split_rows(piece, engine.micro_batch)[0]
         call = partial(engine.forwards[0], part.hidden.detach(), *part.args, **part.kwargs)
         saved = saved_by(call, held.params.values())
     finally:
         for buffer, value in buffers:
             buffer.copy_(value)
+        for module, training in modes:
+            module.training = training
         if held is not None:
             held.unbind()
     return {"hidden": piece.hidden.shape[-1], "saved": saved // part.hidden.shape[:-1].numel()}
+
+
+def _held_by_layer(model: PreTrainedModel, dtype: torch.dtype, tokens: int) -> tuple[int, int]:
+    """Bytes that a layer saves however few its tokens are, such as copies of weights; and the most that its forward and
+    backward hold over so many tokens, beside the gradients of its input and output. The first layer runs on a row of at
+    most `SAMPLE` tokens, and on half; the bytes are extrapolated."""
+    parts, saved, held = split(model), [], []
+    layer, config = parts.layers[0], parts.base.config
+    params = [p for p in layer.parameters() if p.requires_grad]
+    most = max(2, min(tokens, SAMPLE, config.max_position_embeddings))
+    for count in (most // 2, most):
+        hidden = torch.zeros(1, count, config.hidden_size, dtype=dtype, device=next(layer.parameters()).device)
+        given, named = layer_arguments(parts, hidden.requires_grad_())
+        with LiveBytes() as live, torch.enable_grad():
+            out = type(layer).forward(layer, *given, **named)
+            saved.append(live.now)
+            torch.autograd.grad(out, [hidden, *params], torch.zeros_like(out), allow_unused=True)
+        held.append(live.peak - 2 * hidden.nbytes)
+    each = [(large - small) / (most - most // 2) for small, large in (saved, held)]  # token
+    return max(round(saved[1] - most * each[0]), 0), round(held[1] + (tokens - most) * each[1])

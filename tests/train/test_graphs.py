@@ -11,7 +11,8 @@ from torch import nn
 from transformers import LlamaConfig
 
 from t1lib.heads import patch_head, unpatch_head
-from t1lib.measure.probes import storage_bytes
+from t1lib.measure.probes import AllocatorTimeline, storage_bytes
+from t1lib.models import layer_arguments, split
 from t1lib.plan.cost import Choice, device_bytes
 from t1lib.train import activations, placing
 from t1lib.train.graphs import LayerGraphs
@@ -75,6 +76,29 @@ def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
     plain, with_adapters, _ = (work.saved for work in seen)
     own = sum(m.lora_A["default"].in_features * 4 for m in layers_of(model)[0].modules() if hasattr(m, "lora_A"))
     assert plain + own <= with_adapters <= plain + 2.5 * own
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.0}, {"use_dora": True}], ids=["dropout", "plain", "DoRA"])
+@pytest.mark.parametrize("early", [False, True], ids=["first batch", "plan_for"])
+def test_a_budget_counts_what_a_backward_with_adapters_holds(monkeypatch, options, early):
+    """Beside what is saved: in bfloat16, adapters compute in float32, DoRA with copies of the weights. A model that
+    comes in evaluation mode, as from `from_pretrained`, is planned for training."""
+    seen, rows, length = [], 4, 64
+    monkeypatch.setattr(placing, "choose_plan", lambda work, *rest: seen.append(work) or Choice())
+    model = adapted(torch.bfloat16, base=llama, **options).train(not early)
+    modes = [module.training for module in model.modules()]
+    with streaming(model, gpu_memory="1GiB", plan_for=(rows, length) if early else None) as (streamed, own):
+        assert [module.training for module in model.modules()] == modes
+        ids = torch.arange(rows * length).view(rows, length) % 61
+        train(streamed.train(), own, [{"input_ids": ids, "labels": ids}])
+    layer, parts = layers_of(model)[0], split(model.get_base_model())
+    hidden = torch.randn(rows, length, parts.base.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    given, named = layer_arguments(parts, hidden)
+    with AllocatorTimeline(hidden.device) as timeline:
+        layer(*given, **named).backward(hidden.detach())
+    (work,) = seen
+    held = timeline.peak - 2 * hidden.nbytes  # gradients of input and output count elsewhere
+    assert work.beside + rows * length * work.saved == pytest.approx(held, rel=0.1)
 
 
 def test_a_budget_counts_the_head_with_its_options(monkeypatch):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from copies import wait_for
+from copies import python, wait_for
 from refusals import refused
 from stream_cases import Masters, assert_same_weights, case, compare, held_bytes, pieces, streaming, weights
 from stream_loops import adamw, evaluated, model_loss, own_clip, sgd, torch_clip, train, two_forwards
@@ -151,6 +151,35 @@ def test_a_budget_is_kept(budget, patched, clip):
         losses = train(streamed, own, batches, clip=clip)
     assert losses[-2 if clip else -1] < losses[0]
     assert torch.cuda.max_memory_reserved() - other <= float(budget.removesuffix("GiB")) * GIB
+
+
+ADAPTED = """
+import sys, peft, torch
+from t1lib.heads import patch_head
+from t1lib.train import build_model, stream
+
+kind, workspace = sys.argv[1:]
+model = patch_head(build_model("qwen3-1.7b", dtype=torch.bfloat16), workspace=workspace)
+config = peft.LoraConfig(target_modules="all-linear", lora_dropout=0.05, use_dora=kind == "DoRA")
+model = peft.get_peft_model(model, config).train()
+model, own = stream(model, torch.optim.AdamW(model.parameters(), lr=1e-4), gpu_memory="6GiB")
+ids = torch.randint(model.config.vocab_size, (8, 1001), device=model.device)
+for _ in range(3):
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    own.step()
+    own.zero_grad()
+print(torch.cuda.max_memory_reserved())
+"""
+
+
+@pytest.mark.parametrize("kind, workspace", [("LoRA", "1.5GiB"), ("DoRA", "256MiB")])
+def test_a_budget_is_kept_with_adapters(tmp_path, kind, workspace):
+    """They compute in float32, DoRA with copies of the weights; the output layer, frozen, takes larger chunks. In a
+    process of its own, whose allocator has expandable segments."""
+    pytest.importorskip("peft")
+    assert int(python("-c", ADAPTED, kind, workspace, cwd=tmp_path).split()[-1]) <= 6 * GIB
 
 
 @pytest.mark.parametrize("closed", [False, True])
