@@ -4,9 +4,10 @@ import ast
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from textwrap import shorten
 from typing import Any
 
@@ -251,6 +252,14 @@ def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[tuple[Any, ...], di
     with parts.layers[0].register_forward_pre_hook(note, with_kwargs=True), suppress(StopIteration):
         parts.base(inputs_embeds=embedded, use_cache=False)
     return seen[0]
+
+
+def first_layer(parts: Parts, dtype: torch.dtype, tokens: int) -> tuple[Tensor, Callable[[], Tensor]]:
+    """An input of one row for the first layer, and the call that runs its forward on that as the model does."""
+    layer, width = parts.layers[0], parts.base.config.hidden_size
+    hidden = torch.zeros(1, tokens, width, dtype=dtype, device=next(layer.parameters()).device, requires_grad=True)
+    given, named = layer_arguments(parts, hidden)
+    return hidden, partial(type(layer).forward, layer, *given, **named)
 
 
 def sizes(name: str, **changes: object) -> dict[str, int]:

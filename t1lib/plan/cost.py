@@ -138,7 +138,8 @@ class _OnDevice:
         self.resident_grads = self.trained_resident * self.weights
         self.summed = self.resident_grads * (work.accumulates if work.streams else work.pieces > 1)
         self.waiting_grads = waiting_layers(work, choice) * self.weights  # until the next forward
-        self.head_grads = min(work.head * work.itemsize, self.outer)  # those that the output layer makes
+        made = work.head * work.itemsize * (not work.head_frozen)  # by the output layer
+        self.head_grads = min(made, self.outer)
         self.outer_leaves = choice.outer == "host" and work.streams  # the weights, during the layers' backward
         self.outer_in_backward = self.head_grads - self.outer * self.outer_leaves
         # Activations. When streamed, a layer that keeps its own also keeps its output.

@@ -14,17 +14,17 @@ from t1lib.errors import choose, is_number, is_whole, require, shown
 from t1lib.heads import DEFAULT_HEAD, parse_bytes
 from t1lib.heads.fused_plan import DEFAULT_WORKSPACE
 from t1lib.memory import GIB, LiveBytes, host_available
-from t1lib.models import layer_arguments, split
+from t1lib.models import first_layer, split
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice
 from t1lib.plan.rates import this_machine
 from t1lib.plan.work import Work, saved_by, saved_by_layer, with_head, work_of
 from t1lib.train.activations import Piece, split_rows
 
-SAMPLE = 8192  # tokens on which a layer with adapters runs, so that its activations outweigh copies of its weights
-
 if TYPE_CHECKING:
     from t1lib.train.engine import Engine
+
+SAMPLE = 8192  # tokens on which a layer with adapters runs, so that its activations outweigh copies of its weights
 
 
 def refuse_shared(model: nn.Module, stack: Sequence[nn.Module], streamed: list[str]) -> None:
@@ -130,12 +130,12 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, rows: int
     require(piece is not None or known, early)
     buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]  # such as running means, which a run changes
     modes = [(module, module.training) for module in layer.modules()]
-    if piece is None:
-        layer.train()  # as it will be: dropout saves its masks
     if held is not None:
         held.accept_writes()
         held.bind({n: view.to(engine.device) for n, view in held.views.items()})
     try:
+        if piece is None:
+            layer.train()  # as it will be: dropout saves its masks
         if known:
             tokens, dtype = min(engine.micro_batch or rows, rows) * seq, engine.layout.dtype
             fixed, most = _held_by_layer(inner, dtype, tokens)
@@ -159,16 +159,14 @@ def _held_by_layer(model: PreTrainedModel, dtype: torch.dtype, tokens: int) -> t
     backward hold over so many tokens, beside the gradients of its input and output. The first layer runs on a row of at
     most `SAMPLE` tokens, and on half; the bytes are extrapolated."""
     parts, saved, held = split(model), [], []
-    layer, config = parts.layers[0], parts.base.config
-    params = [p for p in layer.parameters() if p.requires_grad]
-    most = max(2, min(tokens, SAMPLE, config.max_position_embeddings))
+    params = [p for p in parts.layers[0].parameters() if p.requires_grad]
+    most = max(2, min(tokens, SAMPLE, parts.base.config.max_position_embeddings))
     for count in (most // 2, most):
-        hidden = torch.zeros(1, count, config.hidden_size, dtype=dtype, device=next(layer.parameters()).device)
-        given, named = layer_arguments(parts, hidden.requires_grad_())
+        hidden, call = first_layer(parts, dtype, count)
         with LiveBytes() as live, torch.enable_grad():
-            out = type(layer).forward(layer, *given, **named)
+            out = call()
             saved.append(live.now)
             torch.autograd.grad(out, [hidden, *params], torch.zeros_like(out), allow_unused=True)
         held.append(live.peak - 2 * hidden.nbytes)
-    each = [(large - small) / (most - most // 2) for small, large in (saved, held)]  # token
-    return max(round(saved[1] - most * each[0]), 0), round(held[1] + (tokens - most) * each[1])
+    per_token = [(large - small) / (most - most // 2) for small, large in (saved, held)]
+    return max(round(saved[1] - most * per_token[0]), 0), round(held[1] + (tokens - most) * per_token[1])
