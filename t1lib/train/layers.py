@@ -198,13 +198,12 @@ class Gradients:
                 self.seen[name].copy_(sums[name])
             else:
                 self.seen[name] = sums[name].to("cpu", copy=True)
-        self.norms = None
 
     def multiply(self, factor: Tensor) -> None:
-        """Multiply the gradients: when somebody looks or the update reads them; at once if somebody may hold some."""
+        """Multiply the gradients: when somebody looks or the update reads them; at once if somebody may hold some. Look
+        at their norms first, which completes an earlier multiplication."""
         if self.any:
-            self.scale = factor if self.scale is None else self.scale * factor
-            self.norms = None
+            self.scale, self.norms = factor, None
             if self.seen is not None:
                 self.complete()
 
