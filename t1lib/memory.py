@@ -65,7 +65,13 @@ def pinned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
 
 class LiveBytes(TorchDispatchMode):
     """A context that counts the bytes of the tensors made in it that are alive: `now`, and at most, `peak`. On any
-    device, and without regard to how an allocator rounds."""
+    device, without regard to how an allocator rounds, and without those within compiled code."""
+
+    supports_higher_order_operators = True  # such as FlexAttention
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else Dynamo would never compile a function that runs in here first
 
     def __init__(self) -> None:
         super().__init__()

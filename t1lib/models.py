@@ -254,10 +254,17 @@ def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[tuple[Any, ...], di
     return seen[0]
 
 
-def first_layer(parts: Parts, dtype: torch.dtype, tokens: int) -> tuple[Tensor, Callable[[], Tensor]]:
-    """An input of one row for the first layer, and the call that runs its forward on that as the model does."""
-    layer, width = parts.layers[0], parts.base.config.hidden_size
-    hidden = torch.zeros(1, tokens, width, dtype=dtype, device=next(layer.parameters()).device, requires_grad=True)
+def first_trained(layers: Iterable[nn.Module]) -> int:
+    """The number of the first layer that is trained, as a frozen one saves less; 0 if none is."""
+    return next((i for i, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())), 0)
+
+
+def trial(
+    parts: Parts, layer: nn.Module, dtype: torch.dtype, rows: int, tokens: int
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """An input, and the call that runs a layer's forward on that with what the model passes to its first layer."""
+    device, width = next(layer.parameters()).device, parts.base.config.hidden_size
+    hidden = torch.zeros(rows, tokens, width, dtype=dtype, device=device, requires_grad=True)
     given, named = layer_arguments(parts, hidden)
     return hidden, partial(type(layer).forward, layer, *given, **named)
 

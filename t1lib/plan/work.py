@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from t1lib.errors import require
 from t1lib.heads.chunked import bytes_held as chunked_bytes
 from t1lib.heads.fused_plan import bytes_held as fused_bytes
-from t1lib.models import first_layer, split
+from t1lib.models import first_trained, split, trial
 
 MODES = ("gpu", "ckpt", "slide", "fsdp")  # that are predicted, the plainest first; fsdp in one process, with offload
 SLACK = 64 * 2**20  # bytes that any step on a GPU holds in addition: cuBLAS's workspaces, small tensors
@@ -110,8 +110,9 @@ def saved_by_layer(model: PreTrainedModel, dtype: torch.dtype, seq: int) -> int:
     runs on rows of 4 to 16 tokens; its bytes are extrapolated. Most grow with the tokens, some with their square if
     attention keeps its matrix (PyTorch's own does not), and some, such as those made of weights, not at all."""
     parts, found = split(model), []
+    layer = parts.layers[first_trained(parts.layers)]
     for tokens in (4, 8) if parts.base.config._attn_implementation == "sdpa" else (4, 8, 16):
-        found.append(saved_by(first_layer(parts, dtype, tokens)[1], parts.layers[0].parameters()))
+        found.append(saved_by(trial(parts, layer, dtype, 1, tokens)[1], layer.parameters()))
     first = (found[1] - found[0]) / 4
     square = ((found[2] - found[1]) / 8 - first) / 12 if len(found) == 3 else 0
     return round(first + square * (seq - 12))

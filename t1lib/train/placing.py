@@ -14,7 +14,7 @@ from t1lib.errors import choose, is_number, is_whole, require, shown
 from t1lib.heads import DEFAULT_HEAD, parse_bytes
 from t1lib.heads.fused_plan import DEFAULT_WORKSPACE
 from t1lib.memory import GIB, LiveBytes, host_available
-from t1lib.models import first_layer, split
+from t1lib.models import first_trained, split, trial
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice
 from t1lib.plan.rates import this_machine
@@ -116,9 +116,11 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, rows: int
     """Arguments `hidden`, `saved` and `beside` of `work_of` if the configuration does not tell: measured by running a
     layer on as many rows as it computes at a time (`hidden`, `saved`) or, for a decoder of transformers with adapters
     or under autocast, on fewer tokens (`saved`, `beside`)."""
-    layer, held = engine.stack[0], next(iter(engine.host), None)
+    index, kind = first_trained(engine.stack), engine.device.type
+    layer, held = engine.stack[index], engine.host[index] if engine.host else None
     more = len(engine.layout.shapes) < sum(1 for _ in layer.parameters())  # than the configuration says: adapters
-    more |= torch.is_autocast_enabled(engine.device.type)
+    dtype, casts = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    more |= casts
     base, kinds = getattr(inner, "base_model", None), MODEL_FOR_CAUSAL_LM_MAPPING
     known = [*getattr(base, "layers", ())] == engine.stack and hasattr(base, "norm") and type(base.config) in kinds
     if known and more:  # `saved_by_layer` takes the model itself apart
@@ -134,16 +136,17 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, rows: int
         held.accept_writes()
         held.bind({n: view.to(engine.device) for n, view in held.views.items()})
     try:
-        if piece is None:
-            layer.train()  # as it will be: dropout saves its masks
-        if known:
-            tokens, dtype = min(engine.micro_batch or rows, rows) * seq, engine.layout.dtype
-            fixed, most = _held_by_layer(inner, dtype, tokens)
-            saved = saved_by_layer(inner, dtype, seq) + -(-fixed // tokens)
-            return {"saved": saved, "beside": max(most - tokens * saved, 0)}
-        part = split_rows(piece, engine.micro_batch)[0]
-        call = partial(engine.forwards[0], part.hidden.detach(), *part.args, **part.kwargs)
-        saved = saved_by(call, held.params.values())
+        for module, training in modes:  # not by `train()`, which a class may have merge weights
+            module.training = training or piece is None  # as it will be: dropout saves its masks
+        with torch.autocast(kind, dtype, casts, cache_enabled=False):  # its cache would keep what the first try makes
+            if known:
+                micro, of = min(engine.micro_batch or rows, rows), engine.layout.dtype
+                fixed, most = _held_by_layer(inner, of, micro, seq)
+                saved = saved_by_layer(inner, of, seq) + -(-fixed // (micro * seq))
+                return {"saved": saved, "beside": max(most - micro * seq * saved, 0)}
+            part = split_rows(piece, engine.micro_batch)[0]
+            call = partial(engine.forwards[index], part.hidden.detach(), *part.args, **part.kwargs)
+            saved = saved_by(call, held.params.values())
     finally:
         for buffer, value in buffers:
             buffer.copy_(value)
@@ -154,19 +157,23 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, rows: int
     return {"hidden": piece.hidden.shape[-1], "saved": saved // part.hidden.shape[:-1].numel()}
 
 
-def _held_by_layer(model: PreTrainedModel, dtype: torch.dtype, tokens: int) -> tuple[int, int]:
+def _held_by_layer(model: PreTrainedModel, dtype: torch.dtype, rows: int, seq: int) -> tuple[int, int]:
     """Bytes that a layer saves however few its tokens are, such as copies of weights; and the most that its forward and
-    backward hold over so many tokens, beside the gradients of its input and output. The first layer runs on a row of at
-    most `SAMPLE` tokens, and on half; the bytes are extrapolated."""
-    parts, saved, held = split(model), [], []
-    params = [p for p in parts.layers[0].parameters() if p.requires_grad]
-    most = max(2, min(tokens, SAMPLE, parts.base.config.max_position_embeddings))
-    for count in (most // 2, most):
-        hidden, call = first_layer(parts, dtype, count)
+    backward hold over so many rows, beside the gradients of its input and output. The first trained layer runs on as
+    many of them as `SAMPLE` tokens make, and on half (of one row, on half its tokens); the bytes are extrapolated."""
+    parts, counts, saved, held = split(model), [], [], []
+    layer = parts.layers[first_trained(parts.layers)]
+    params = [p for p in layer.parameters() if p.requires_grad]
+    length = max(2, min(seq, SAMPLE, parts.base.config.max_position_embeddings))
+    some = min(rows, max(SAMPLE // length, 1))
+    for shape in [(some // 2, length), (some, length)] if some > 1 else [(1, length // 2), (1, length)]:
+        hidden, call = trial(parts, layer, dtype, *shape)
         with LiveBytes() as live, torch.enable_grad():
             out = call()
             saved.append(live.now)
             torch.autograd.grad(out, [hidden, *params], torch.zeros_like(out), allow_unused=True)
         held.append(live.peak - 2 * hidden.nbytes)
-    per_token = [(large - small) / (most - most // 2) for small, large in (saved, held)]
-    return max(round(saved[1] - most * per_token[0]), 0), round(held[1] + (tokens - most) * per_token[1])
+        counts.append(shape[0] * shape[1])
+    per_token = [(large - small) / (counts[1] - counts[0]) for small, large in (saved, held)]
+    fixed = max(round(saved[1] - counts[1] * per_token[0]), 0)
+    return fixed, round(held[1] + (rows * seq - counts[1]) * per_token[1])
