@@ -97,7 +97,8 @@ class StreamTrainer(Trainer):
         """Stream the model: Trainer calls this once there is an optimizer, and before an evaluation."""
         if self.streamed is None:
             optimizer = self.optimizer or self.create_optimizer()
-            _, self.optimizer = stream_model(self.model, optimizer, device=self.args.device, **self.stream_options)
+            with self.accelerator.autocast():  # as steps run, for `plan_for`
+                _, self.optimizer = stream_model(self.model, optimizer, device=self.args.device, **self.stream_options)
             optimizer._opt_called = True  # or a user's schedule for it would warn that it never steps
         return super()._wrap_model(model, *others, **named)
 

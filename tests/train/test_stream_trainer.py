@@ -9,11 +9,13 @@ import pytest
 import torch
 from refusals import refused
 from stream_cases import assert_same_weights
-from stream_models import adapted, data, llama
+from stream_models import LENGTH, adapted, data, llama
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from t1lib.heads.huggingface import patch_head
+from t1lib.plan.cost import Choice
+from t1lib.train import placing
 from t1lib.train.huggingface import StreamTrainer
 
 STEPS = 8
@@ -107,6 +109,16 @@ SLOW: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_same_bits_as_trainer(name, tmp_path):
     assert_same(*train_both(tmp_path, **(CASES | SLOW)[name]), norms=name != "weights in 16 bits")
+
+
+def test_plan_for_and_the_first_batch_plan_the_same(monkeypatch, tmp_path):
+    """Also under autocast, which Trainer enters later."""
+    seen = []
+    monkeypatch.setattr(placing, "choose_plan", lambda work, *rest: seen.append(work) or Choice())
+    for given in ({}, {"plan_for": (4, LENGTH)}):
+        trainer(StreamTrainer, tmp_path, llama(), {"gpu_memory": "1GiB", **given}, bf16=True, max_steps=1).train()
+    first_batch, planned = seen
+    assert planned == first_batch
 
 
 def interrupted(found: Trainer, step: int, event: str, **given: Any) -> Trainer:
