@@ -263,6 +263,7 @@ def trial(
     parts: Parts, layer: nn.Module, dtype: torch.dtype, rows: int, tokens: int
 ) -> tuple[Tensor, Callable[[], Tensor]]:
     """An input, and the call that runs a layer's forward on that with what the model passes to its first layer."""
+    layer = getattr(layer, "_orig_mod", layer)  # within what `torch.compile` makes of a module
     device, width = next(layer.parameters()).device, parts.base.config.hidden_size
     hidden = torch.zeros(rows, tokens, width, dtype=dtype, device=device, requires_grad=True)
     given, named = layer_arguments(parts, hidden)

@@ -123,11 +123,14 @@ def test_a_budget_counts_rows_as_long_as_they_are(monkeypatch):
     assert planned == pytest.approx(held, rel=0.1)
 
 
-@pytest.mark.parametrize("frozen", [0, 2])
-def test_a_budget_under_autocast_counts_copies_of_weights_once(monkeypatch, frozen):
+@pytest.mark.parametrize("frozen, compiled", [(0, False), (2, False), (0, True)])
+def test_a_budget_under_autocast_counts_copies_of_weights_once(monkeypatch, frozen, compiled):
     """Autocast's cache would keep those that the first try makes. Frozen layers, which save less, do not count."""
     model = llama()
-    layers_of(model)[:frozen].requires_grad_(False)
+    layers = layers_of(model)
+    layers[:frozen].requires_grad_(False)
+    for index, layer in enumerate(layers):
+        layers[index] = torch.compile(layer, backend="eager") if compiled else layer
     with torch.autocast("cpu", torch.bfloat16):
         planned, held = planned_and_held(monkeypatch, model, 32, 4)
     assert planned[0] == pytest.approx(held[0], rel=0.05)
