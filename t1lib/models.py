@@ -255,7 +255,7 @@ def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[tuple[Any, ...], di
 
 
 def first_trained(layers: Iterable[nn.Module]) -> int:
-    """The number of the first layer that is trained, as a frozen one saves less; 0 if none is."""
+    """The number of the first layer that has something to train; 0 if none has."""
     return next((i for i, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())), 0)
 
 
@@ -263,7 +263,7 @@ def trial(
     parts: Parts, layer: nn.Module, dtype: torch.dtype, rows: int, tokens: int
 ) -> tuple[Tensor, Callable[[], Tensor]]:
     """An input, and the call that runs a layer's forward on that with what the model passes to its first layer."""
-    layer = getattr(layer, "_orig_mod", layer)  # within what `torch.compile` makes of a module
+    layer = getattr(layer, "_orig_mod", layer)  # what `torch.compile` has wrapped: not compiled, all can be counted
     device, width = next(layer.parameters()).device, parts.base.config.hidden_size
     hidden = torch.zeros(rows, tokens, width, dtype=dtype, device=device, requires_grad=True)
     given, named = layer_arguments(parts, hidden)

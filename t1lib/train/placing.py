@@ -1,5 +1,6 @@
 """What is decided before anything moves: whether a model can be streamed, and what a budget keeps where."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -116,11 +117,10 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, rows: int
     """Arguments `hidden`, `saved` and `beside` of `work_of` if the configuration does not tell: measured by running a
     layer on as many rows as it computes at a time (`hidden`, `saved`) or, for a decoder of transformers with adapters
     or under autocast, on fewer tokens (`saved`, `beside`)."""
-    index, kind = first_trained(engine.stack), engine.device.type
-    layer, held = engine.stack[index], engine.host[index] if engine.host else None
-    more = len(engine.layout.shapes) < sum(1 for _ in layer.parameters())  # than the configuration says: adapters
-    dtype, casts = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-    more |= casts
+    kind, trained = engine.device.type, first_trained(engine.stack)
+    wanted = dict(engine.stack[trained].named_parameters())
+    cast_to, casts = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    more = casts or len(engine.layout.shapes) < len(wanted)  # than the configuration says: adapters
     base, kinds = getattr(inner, "base_model", None), MODEL_FOR_CAUSAL_LM_MAPPING
     known = [*getattr(base, "layers", ())] == engine.stack and hasattr(base, "norm") and type(base.config) in kinds
     if known and more:  # `saved_by_layer` takes the model itself apart
@@ -130,28 +130,36 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, rows: int
         return {}
     early = "plan_for is for decoders such as Llama of transformers; leave it out: the first batch decides"
     require(piece is not None or known, early)
-    buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]  # such as running means, which a run changes
-    modes = [(module, module.training) for module in layer.modules()]
+    index = trained if known else 0  # elsewhere, later layers may need other arguments
+    layer, held = engine.stack[index], engine.host[index] if engine.host else None
+    before = [(module, module.training, dict(module._buffers)) for module in layer.modules()]
+    values = [(buffer, buffer.clone()) for buffer in layer.buffers()]  # such as running means, which a run changes
+    frozen = [p for n, p in layer.named_parameters() if not p.requires_grad and n in wanted and wanted[n].requires_grad]
     if held is not None:
         held.accept_writes()
         held.bind({n: view.to(engine.device) for n, view in held.views.items()})
     try:
-        for module, training in modes:  # not by `train()`, which a class may have merge weights
+        for module, training, _ in before:  # not by `train()`, which a class may have merge weights
             module.training = training or piece is None  # as it will be: dropout saves its masks
-        with torch.autocast(kind, dtype, casts, cache_enabled=False):  # its cache would keep what the first try makes
+        for param in frozen:
+            param.requires_grad_(True)
+        with torch.autocast(kind, cast_to, casts, cache_enabled=False):  # a cache would keep what the first try makes
             if known:
-                micro, of = min(engine.micro_batch or rows, rows), engine.layout.dtype
-                fixed, most = _held_by_layer(inner, of, micro, seq)
-                saved = saved_by_layer(inner, of, seq) + -(-fixed // (micro * seq))
+                micro, dtype = min(engine.micro_batch or rows, rows), engine.layout.dtype
+                fixed, most = _held_by_layer(inner, dtype, micro, seq)
+                saved = saved_by_layer(inner, dtype, seq) + -(-fixed // (micro * seq))
                 return {"saved": saved, "beside": max(most - micro * seq * saved, 0)}
             part = split_rows(piece, engine.micro_batch)[0]
-            call = partial(engine.forwards[index], part.hidden.detach(), *part.args, **part.kwargs)
-            saved = saved_by(call, held.params.values())
+            hidden = part.hidden.detach().requires_grad_(part.hidden.is_floating_point())
+            saved = saved_by(partial(engine.forwards[0], hidden, *part.args, **part.kwargs), layer.parameters())
     finally:
-        for buffer, value in buffers:
-            buffer.copy_(value)
-        for module, training in modes:
+        for param in frozen:
+            param.requires_grad_(False)
+        for module, training, buffers in before:
             module.training = training
+            module._buffers.update(buffers)
+        for buffer, value in values:
+            buffer.copy_(value)
         if held is not None:
             held.unbind()
     return {"hidden": piece.hidden.shape[-1], "saved": saved // part.hidden.shape[:-1].numel()}
@@ -166,14 +174,15 @@ def _held_by_layer(model: PreTrainedModel, dtype: torch.dtype, rows: int, seq: i
     params = [p for p in layer.parameters() if p.requires_grad]
     length = max(2, min(seq, SAMPLE, parts.base.config.max_position_embeddings))
     some = min(rows, max(SAMPLE // length, 1))
-    for shape in [(some // 2, length), (some, length)] if some > 1 else [(1, length // 2), (1, length)]:
+    half = (some // 2, length) if some > 1 else (1, length // 2)
+    for shape in (half, (some, length)):
         hidden, call = trial(parts, layer, dtype, *shape)
         with LiveBytes() as live, torch.enable_grad():
             out = call()
             saved.append(live.now)
             torch.autograd.grad(out, [hidden, *params], torch.zeros_like(out), allow_unused=True)
         held.append(live.peak - 2 * hidden.nbytes)
-        counts.append(shape[0] * shape[1])
+        counts.append(math.prod(shape))
     per_token = [(large - small) / (counts[1] - counts[0]) for small, large in (saved, held)]
     fixed = max(round(saved[1] - counts[1] * per_token[0]), 0)
     return fixed, round(held[1] + (rows * seq - counts[1]) * per_token[1])

@@ -7,7 +7,7 @@ import torch
 from stream_cases import in_pieces, streaming
 from stream_loops import adamw, model_loss, own_clip, sgd, train
 from stream_models import SHAPE, adapted, blocks, data, layers_of, llama, made, qwen3
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from t1lib.heads import patch_head, unpatch_head
@@ -15,7 +15,7 @@ from t1lib.measure.probes import AllocatorTimeline, storage_bytes
 from t1lib.models import layer_arguments, split
 from t1lib.plan.cost import Choice, device_bytes
 from t1lib.plan.work import saved_by
-from t1lib.train import activations, placing
+from t1lib.train import activations, placing, stream
 from t1lib.train.graphs import LayerGraphs
 
 
@@ -135,6 +135,50 @@ def test_a_budget_under_autocast_counts_copies_of_weights_once(monkeypatch, froz
         planned, held = planned_and_held(monkeypatch, model, 32, 4)
     assert planned[0] == pytest.approx(held[0], rel=0.05)
     assert planned[1] == pytest.approx(held[1], rel=0.15)  # a CPU's operators have temporary tensors of their own
+
+
+class LowRank(nn.Module):
+    """A layer with trained low-rank weights beside frozen ones, and a buffer that it assigns. Later layers need what
+    the first one returned."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.up, self.down = first, nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+        self.requires_grad_(False)
+        self.low, self.high = nn.Linear(32, 2, bias=False), nn.Linear(2, 128, bias=False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, earlier: Tensor | None) -> Tensor:
+        assert (earlier is None) == self.first
+        self.calls = self.calls + 1
+        normed = self.norm(x)
+        return x + self.down(torch.tanh(self.up(normed) + self.high(self.low(normed))))
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_a_budget_of_own_layers_counts_what_a_trained_one_saves(monkeypatch, frozen):
+    """Also for the gradient of its input, and where the first layers are frozen."""
+    seen, model = [], nn.Module()
+    monkeypatch.setattr(placing, "choose_plan", lambda work, *rest: seen.append(work) or Choice())
+    model.blocks = nn.ModuleList(LowRank(index == 0) for index in range(4))
+    model.blocks[:frozen].requires_grad_(False)
+
+    def run(x: Tensor) -> Tensor:
+        earlier = None
+        for block in model.blocks:
+            x = block(x, earlier)
+            earlier = x.detach() if earlier is None else earlier
+        return x.mean()
+
+    model.forward, given = run, torch.randn(4, 16, 32)
+    _, own = stream(model, adamw(model), layers=model.blocks, device="cpu", gpu_memory="1GiB")
+    model(given).backward()
+    calls = [int(block.calls) for block in model.blocks]
+    assert calls == [1] * frozen + [2] * (4 - frozen)  # forward and recomputation
+    own.close()
+    assert [p.requires_grad for p in model.blocks[0].parameters()] == [False] * 6 + [not frozen] * 2
+    layer, hidden = model.blocks[-1], given.clone().requires_grad_()
+    assert seen[0].saved * 64 == saved_by(partial(layer, hidden, hidden), layer.parameters())
 
 
 class Merging(nn.Linear):
