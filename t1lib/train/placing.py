@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -117,10 +118,10 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, rows: int
     """Arguments `hidden`, `saved` and `beside` of `work_of` if the configuration does not tell: measured by running a
     layer on as many rows as it computes at a time (`hidden`, `saved`) or, for a decoder of transformers with adapters
     or under autocast, on fewer tokens (`saved`, `beside`)."""
-    kind, trained = engine.device.type, first_trained(engine.stack)
+    trained = first_trained(engine.stack)
     wanted = dict(engine.stack[trained].named_parameters())
-    cast_to, casts = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-    more = casts or len(engine.layout.shapes) < len(wanted)  # than the configuration says: adapters
+    adapted = len(engine.layout.shapes) < len(wanted)
+    more = adapted or torch.is_autocast_enabled(engine.device.type)  # than the configuration says
     base, kinds = getattr(inner, "base_model", None), MODEL_FOR_CAUSAL_LM_MAPPING
     known = [*getattr(base, "layers", ())] == engine.stack and hasattr(base, "norm") and type(base.config) in kinds
     if known and more:  # `saved_by_layer` takes the model itself apart
@@ -131,27 +132,39 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, rows: int
     early = "plan_for is for decoders such as Llama of transformers; leave it out: the first batch decides"
     require(piece is not None or known, early)
     index = trained if known else 0  # elsewhere, later layers may need other arguments
-    layer, held = engine.stack[index], engine.host[index] if engine.host else None
+    with _ready(engine, index, wanted, train=piece is None):
+        if known:
+            micro, dtype = min(engine.micro_batch or rows, rows), engine.layout.dtype
+            fixed, most = _held_by_layer(inner, dtype, micro, seq)
+            saved = saved_by_layer(inner, dtype, seq) + -(-fixed // (micro * seq))
+            return {"saved": saved, "beside": max(most - micro * seq * saved, 0)}
+        part = split_rows(piece, engine.micro_batch)[0]
+        hidden = part.hidden.detach().requires_grad_(part.hidden.is_floating_point())
+        call = partial(engine.forwards[0], hidden, *part.args, **part.kwargs)
+        saved = saved_by(call, engine.stack[0].parameters())
+    return {"hidden": hidden.shape[-1], "saved": saved // hidden.shape[:-1].numel()}
+
+
+@contextmanager
+def _ready(engine: "Engine", index: int, trained: dict[str, nn.Parameter], train: bool) -> Iterator[None]:
+    """Let layer `index` run as in a step, on the device, and leave it as it was. trained: parameters of a layer whose
+    like are trained here, too; train: in training mode, where dropout saves its masks"""
+    layer, held, kind = engine.stack[index], engine.host[index] if engine.host else None, engine.device.type
     before = [(module, module.training, dict(module._buffers)) for module in layer.modules()]
     values = [(buffer, buffer.clone()) for buffer in layer.buffers()]  # such as running means, which a run changes
-    frozen = [p for n, p in layer.named_parameters() if not p.requires_grad and n in wanted and wanted[n].requires_grad]
+    like = {name for name, param in trained.items() if param.requires_grad}
+    frozen = [p for name, p in layer.named_parameters() if name in like and not p.requires_grad]
+    dtype, casts = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
     if held is not None:
         held.accept_writes()
         held.bind({n: view.to(engine.device) for n, view in held.views.items()})
     try:
         for module, training, _ in before:  # not by `train()`, which a class may have merge weights
-            module.training = training or piece is None  # as it will be: dropout saves its masks
+            module.training = training or train
         for param in frozen:
             param.requires_grad_(True)
-        with torch.autocast(kind, cast_to, casts, cache_enabled=False):  # a cache would keep what the first try makes
-            if known:
-                micro, dtype = min(engine.micro_batch or rows, rows), engine.layout.dtype
-                fixed, most = _held_by_layer(inner, dtype, micro, seq)
-                saved = saved_by_layer(inner, dtype, seq) + -(-fixed // (micro * seq))
-                return {"saved": saved, "beside": max(most - micro * seq * saved, 0)}
-            part = split_rows(piece, engine.micro_batch)[0]
-            hidden = part.hidden.detach().requires_grad_(part.hidden.is_floating_point())
-            saved = saved_by(partial(engine.forwards[0], hidden, *part.args, **part.kwargs), layer.parameters())
+        with torch.autocast(kind, dtype, casts, cache_enabled=False):  # a cache would keep what the first try makes
+            yield
     finally:
         for param in frozen:
             param.requires_grad_(False)
@@ -162,7 +175,6 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, rows: int
             buffer.copy_(value)
         if held is not None:
             held.unbind()
-    return {"hidden": piece.hidden.shape[-1], "saved": saved // part.hidden.shape[:-1].numel()}
 
 
 def _held_by_layer(model: PreTrainedModel, dtype: torch.dtype, rows: int, seq: int) -> tuple[int, int]:
