@@ -64,8 +64,8 @@ def pinned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context that counts the bytes of the tensors made in it that are alive: `now`, and at most, `peak`. On any
-    device, without regard to how an allocator rounds, and without those within compiled code."""
+    """A context that counts the bytes of the tensors made in it that are alive: `now`, and at most, `peak`; and of the
+    `largest` one. On any device, without regard to how an allocator rounds, and without those within compiled code."""
 
     supports_higher_order_operators = True  # such as FlexAttention
 
@@ -75,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.largest = 0
         self._known: dict[int, weakref.ref] = {}  # storages that are alive, by address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -93,6 +93,7 @@ class LiveBytes(TorchDispatchMode):
                     forget = partial(self._forget, storage._cdata, nbytes)
                     self._known[storage._cdata] = weakref.ref(storage, forget)
                     self.now += nbytes
+                    self.largest = max(self.largest, nbytes)
         self.peak = max(self.peak, self.now)
 
     def _forget(self, key: int, nbytes: int, _: Any) -> None:

@@ -15,7 +15,7 @@ def test_what_is_alive_is_counted():
         del first
         assert live.now == live.peak == 400
         view = (view + kept.view(10, 10)).sum()
-        assert live.now == view.nbytes and live.peak == 804
+        assert live.now == view.nbytes and live.peak == 804 and live.largest == 400
 
 
 def test_what_runs_while_bytes_are_counted_is_compiled_later():

@@ -191,8 +191,7 @@ class _OnDevice:
 
     def forward(self) -> Any:
         """The beginning of the next forward."""
-        wide = self.work.micro_tokens * self.work.inner * self.work.itemsize
-        return self.summed + self.outer + np.maximum(FORWARD * wide * self.outer_leaves, self.waiting)
+        return self.summed + self.outer + np.maximum(FORWARD * self.work.wide * self.outer_leaves, self.waiting)
 
 
 def reserved_bytes(work: Work, allocated: Any, choice: Choice, most: bool = False) -> Any:
@@ -202,10 +201,9 @@ def reserved_bytes(work: Work, allocated: Any, choice: Choice, most: bool = Fals
     scattered = (waiting_layers(work, choice) > 0) & (work.pieces > 1 or choice.outer == "host")
     gap = gap * (1 + (most & scattered))
     weights = max(work.layer, work.largest * (work.outer > 0)) * work.itemsize
-    activations = 2 * work.micro_tokens * work.inner * work.itemsize  # two tensors of the layer's inner width
     # The graphs of layers reserve what a recomputation and a backward hold.
     graphs = work.micro_tokens * work.saved + work.beside
-    largest = max(weights, activations, work.logits)
+    largest = max(weights, 2 * work.wide, work.logits)  # a layer's largest activations come in pairs
     return spread * allocated + gap * largest + graphs * (graphed_layers(work, choice) > 0)
 
 

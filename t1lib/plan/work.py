@@ -41,7 +41,7 @@ class Work:
     streams: bool = True  # whether layers run one at a time, as in mode slide, each on the whole batch
     frozen: int = 0  # layers that are not trained; they count as the first ones
     aside: int = 0  # bytes that never leave the device: buffers; all other parameters, with gradients and state
-    inner: int = 0  # width of a layer's widest activation
+    wide: int = 0  # bytes of a layer's largest activation, over the tokens that it computes at a time
     beside: float = 0  # bytes that a layer's backward holds beside its saved activations
     head: int = 0  # parameters of the output layer, if the loss uses it
     tied: int = 0  # of them, those that are also the embedding's, and trained
@@ -123,7 +123,7 @@ def work_of(
     workspace: int = 2**29, together: bool = True, layers: Sequence[nn.Module] | None = None,
     trained: Collection[nn.Parameter] | None = None, hidden: int | None = None, saved: int | None = None,
     cuda: bool = True, accumulates: bool = False, streamed: Container[str] | None = None,
-    travelling: Collection[nn.Parameter] | None = None, beside: float | None = None,
+    travelling: Collection[nn.Parameter] | None = None, beside: float | None = None, wide: int | None = None,
 ) -> Work:  # fmt: skip
     """The counts for a step of `rows` × `seq` tokens in mode slide, `micro_batch` rows at a time.
 
@@ -132,7 +132,7 @@ def work_of(
     trained     the parameters that are trained (None: those that require a gradient)
     streamed    names of each layer's parameters that stream (None: all), all of them trained in a layer, or none
     travelling  trained parameters outside the layers whose state may travel (None: all)
-    hidden      with `saved` and `beside`, as in `Work` (None: by the configuration, and by running a layer of it)
+    hidden      with `saved`, `beside` and `wide`, as in `Work` (None: by the configuration, and by running a layer)
     """
     config = getattr(model, "config", None)
     layers = split(model).layers if layers is None else layers
@@ -149,7 +149,9 @@ def work_of(
     both = output is not None and output.weight is model.get_input_embeddings().weight and output.weight in trained
     tied = output.weight.nbytes // dtype.itemsize if both else 0
     micro_tokens = min(micro_batch or rows, rows) * seq
-    inner = max((max(p.shape) for p in layers[0].parameters() if p.dim() > 1), default=0)
+    if wide is None:
+        inner = max((max(p.shape) for p in layers[0].parameters() if p.dim() > 1), default=0)
+        wide = micro_tokens * inner * dtype.itemsize
     heads = getattr(config, "num_attention_heads", 0)  # none in a model without such a configuration
     attention = heads and heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return Work(
@@ -157,7 +159,7 @@ def work_of(
         itemsize=dtype.itemsize, saved=saved_bytes(config, dtype, seq) if saved is None else saved,
         state=sum(kind.itemsize for kind in state.values()), tokens=rows * seq, micro_tokens=micro_tokens,
         workspace=workspace * (output is not None), together=together, accumulates=accumulates, aside=aside,
-        inner=inner, beside=BACKWARD * micro_tokens * inner * dtype.itemsize if beside is None else beside, tied=tied,
+        wide=wide, beside=BACKWARD * wide if beside is None else beside, tied=tied,
         frozen=sum(trained.isdisjoint(params) for params in own), head=vocabulary * width,
         largest=max(p.nbytes for p in model.parameters()) // dtype.itemsize, vocabulary=vocabulary,
         head_frozen=output is not None and output.weight not in trained,

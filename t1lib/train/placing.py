@@ -115,9 +115,9 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
 
 
 def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, rows: int, seq: int) -> dict[str, int]:
-    """Arguments `hidden`, `saved` and `beside` of `work_of` if the configuration does not tell: measured by running a
-    layer on as many rows as it computes at a time (`hidden`, `saved`) or, for a decoder of transformers with adapters
-    or under autocast, on fewer tokens (`saved`, `beside`)."""
+    """Arguments `hidden`, `saved`, `beside` and `wide` of `work_of` if the configuration does not tell: measured by
+    running a layer on as many rows as it computes at a time (the first two) or, for a decoder of transformers with
+    adapters or under autocast, on fewer tokens (all but the first)."""
     trained = first_trained(engine.stack)
     wanted = dict(engine.stack[trained].named_parameters())
     adapted = len(engine.layout.shapes) < len(wanted)
@@ -135,9 +135,9 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, rows: int
     with _ready(engine, index, wanted, train=piece is None):
         if known:
             micro, dtype = min(engine.micro_batch or rows, rows), engine.layout.dtype
-            fixed, most = _held_by_layer(inner, dtype, micro, seq)
+            fixed, most, wide = _held_by_layer(inner, dtype, micro, seq)
             saved = saved_by_layer(inner, dtype, seq) + -(-fixed // (micro * seq))
-            return {"saved": saved, "beside": max(most - micro * seq * saved, 0)}
+            return {"saved": saved, "beside": max(most - micro * seq * saved, 0), "wide": wide}
         part = split_rows(piece, engine.micro_batch)[0]
         hidden = part.hidden.detach().requires_grad_(part.hidden.is_floating_point())
         call = partial(engine.forwards[0], hidden, *part.args, **part.kwargs)
@@ -177,11 +177,12 @@ def _ready(engine: "Engine", index: int, trained: dict[str, nn.Parameter], train
             held.unbind()
 
 
-def _held_by_layer(model: PreTrainedModel, dtype: torch.dtype, rows: int, seq: int) -> tuple[int, int]:
-    """Bytes that a layer saves however few its tokens are, such as copies of weights; and the most that its forward and
-    backward hold over so many rows, beside the gradients of its input and output. The first trained layer runs on as
-    many of them as `SAMPLE` tokens make, and on half (of one row, on half its tokens); the bytes are extrapolated."""
-    parts, counts, saved, held = split(model), [], [], []
+def _held_by_layer(model: PreTrainedModel, dtype: torch.dtype, rows: int, seq: int) -> tuple[int, int, int]:
+    """Bytes that a layer saves however few its tokens are, such as copies of weights; the most that its forward and
+    backward hold over so many rows, beside the gradients of its input and output; and those of the largest tensor. The
+    first trained layer runs on as many rows as `SAMPLE` tokens make, and on half (of one row, on half its tokens); the
+    bytes are extrapolated."""
+    parts, counts, saved, held, largest = split(model), [], [], [], []
     layer = parts.layers[first_trained(parts.layers)]
     params = [p for p in layer.parameters() if p.requires_grad]
     length = max(2, min(seq, SAMPLE, parts.base.config.max_position_embeddings))
@@ -194,7 +195,11 @@ def _held_by_layer(model: PreTrainedModel, dtype: torch.dtype, rows: int, seq: i
             saved.append(live.now)
             torch.autograd.grad(out, [hidden, *params], torch.zeros_like(out), allow_unused=True)
         held.append(live.peak - 2 * hidden.nbytes)
+        largest.append(live.largest)
         counts.append(math.prod(shape))
-    per_token = [(large - small) / (counts[1] - counts[0]) for small, large in (saved, held)]
-    fixed = max(round(saved[1] - counts[1] * per_token[0]), 0)
-    return fixed, round(held[1] + (rows * seq - counts[1]) * per_token[1])
+
+    def over(tokens: int, found: list[int]) -> int:
+        small, large = found
+        return round(large + (tokens - counts[1]) * (large - small) / (counts[1] - counts[0]))
+
+    return max(over(0, saved), 0), over(rows * seq, held), over(rows * seq, largest)

@@ -37,10 +37,10 @@ from t1lib.train.placing import work_in
 WORK = Work(
     layers=28, layer=50_000_000, outer=311_000_000, hidden=2048, itemsize=2, saved=113_000, state=12, tokens=16384,
     micro_tokens=16384, workspace=2**28, together=False, head=311_000_000, largest=311_000_000,
-    inner=6144, beside=BACKWARD * 16384 * 6144 * 2, attention=2 * 3072 * 2048, masters=True,
+    wide=16384 * 6144 * 2, beside=BACKWARD * 16384 * 6144 * 2, attention=2 * 3072 * 2048, masters=True,
 )  # fmt: skip
 TOGETHER = replace(WORK, together=True)
-FEW = replace(WORK, tokens=256, micro_tokens=256, beside=WORK.beside / 64, graphed=True)
+FEW = replace(WORK, tokens=256, micro_tokens=256, wide=WORK.wide // 64, beside=WORK.beside / 64, graphed=True)
 SPLIT_WORK = replace(WORK, masters=False, state=10)
 LORA = replace(WORK, frozen=28, outer=0, aside=2**27, head_frozen=True)
 FULL = replace(WORK, tokens=8008, vocabulary=151936)  # its logits, in head `full`, are what a step holds most of
@@ -195,7 +195,7 @@ def test_layers_may_be_widest_in_three_dimensions(shape):
     layer = nn.Linear(8, 8)
     layer.wide = nn.Parameter(torch.zeros(shape))
     options = {"rows": 1, "seq": 8, "layers": [layer], "hidden": 8, "saved": 0}
-    assert work_of(nn.Sequential(layer), DTYPES, **options).inner == 96
+    assert work_of(nn.Sequential(layer), DTYPES, **options).wide == 8 * 96 * 4
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -456,6 +456,18 @@ def test_clipped_steps_reserve_no_more_than_a_plan_allows_for(setting, choice, a
     found = device_bytes(work, choice)
     assert found == pytest.approx(allocated * GIB, rel=0.05)
     assert reserved * GIB <= 1.005 * reserved_bytes(work, found, choice, most=True) <= 1.15 * reserved * GIB
+
+
+def test_a_step_with_adapters_reserves_no_more_than_a_plan_allows_for():
+    """Qwen3-1.7B's shape with LoRA in bfloat16, patched (1.5 GiB), 8 × 1001 tokens, in MiB on an H200: its layers'
+    inner width is held in float32, so that the output layer's workspace does not fit into what such tensors leave."""
+    tensors = {"saved": 189_364, "wide": 8008 * 6144 * 4, "beside": 520_677_392}
+    work = replace(LORA, tokens=8008, micro_tokens=8008, workspace=1_569_814_016, together=True, **tensors)
+    work = replace(work, layer=50_336_000, aside=761_795_072, accumulates=True)
+    choice = Choice(2, 1, 2, "host")
+    found = device_bytes(work, choice)
+    assert found == pytest.approx(5715 * MIB, rel=0.02)
+    assert 6206 * MIB <= reserved_bytes(work, found, choice, most=True) <= 1.05 * 6206 * MIB
 
 
 def test_points_of_frontier():

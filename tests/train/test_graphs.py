@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from t1lib.heads import patch_head, unpatch_head
 from t1lib.measure.probes import AllocatorTimeline, storage_bytes
+from t1lib.memory import LiveBytes
 from t1lib.models import layer_arguments, split
 from t1lib.plan.cost import Choice, device_bytes
 from t1lib.plan.work import saved_by
@@ -82,8 +83,8 @@ def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
 def planned_and_held(
     monkeypatch, model: nn.Module, rows: int, length: int, early: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Bytes that the last layer saves, and that its forward and backward hold, gradients of input and output apart:
-    those count elsewhere. Both as planned and as measured. early: with `plan_for`"""
+    """Bytes that the last layer saves, that its forward and backward hold (gradients of input and output apart: those
+    count elsewhere), and of its largest tensor. All as planned and as measured. early: with `plan_for`"""
     seen = []
     monkeypatch.setattr(placing, "choose_plan", lambda work, *rest: seen.append(work) or Choice())
     modes = [module.training for module in model.modules()]
@@ -98,12 +99,13 @@ def planned_and_held(
     now = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
     with torch.autocast("cpu", *now, cache_enabled=False):
         saved = saved_by(partial(layer, *given, **named), layer.parameters())
-        with AllocatorTimeline(hidden.device) as timeline:
+        with AllocatorTimeline(hidden.device) as timeline, LiveBytes() as live:
             out = layer(*given, **named)
             out.backward(torch.zeros_like(out))
     (work,) = seen
     in_layer = rows * length * work.saved
-    return [in_layer, work.beside + in_layer], [saved, timeline.peak - 2 * hidden.nbytes]
+    held = timeline.peak - 2 * hidden.nbytes
+    return [in_layer, work.beside + in_layer, work.wide], [saved, held, live.largest]
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.0}, {"use_dora": True}], ids=["dropout", "plain", "DoRA"])
