@@ -496,7 +496,7 @@ def test_points_of_frontier():
     allocated, reserved = np.abs(np.array(found) - 1).T
     assert len(found) > 20 and (allocated <= 0.05).mean() >= 0.9 and allocated.max() <= 0.06
     assert (reserved <= 0.10).mean() >= 0.9 and reserved.max() <= 0.21
-    assert len(times) > 12 and min(times) > 0.8 and max(times) < 1.2
+    assert len(times) > 12 and (np.abs(np.array(times) - 1) <= 0.2).mean() >= 0.9
     assert len(most) > 10 and min(most) >= 0.87 and 1 < np.mean(most) < 1.15
 
 
